@@ -42,7 +42,8 @@ def _pick(value: str, options: tuple[str, ...], what: str, text: str) -> str:
         return value
     near = difflib.get_close_matches(value, options, n=1)
     hint = f" (did you mean '{near[0]}'?)" if near else ""
-    raise RecipeError(f"recipe '{text}': unknown {what} '{value}'{hint}; possible: {', '.join(o for o in options if o)}")
+    possible = ", ".join(o for o in options if o)
+    raise RecipeError(f"recipe '{text}': unknown {what} '{value}'{hint}; possible: {possible}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ class Recipe:
         if self.base == "bf16" and (self.activations != "a4" or self.quantize_grad):
             raise RecipeError("recipe 'bf16': nothing is quantized, so w4a16, w4a8 and quantize_grad have no meaning")
         if self.mbs == "joint" and self.rule != "ceil":
-            raise RecipeError(f"recipe 'mxfp4:{self.rule}+mbs:joint': joint chooses between ceil and ceil - 1; use mxfp4")
+            raise RecipeError(
+                f"recipe 'mxfp4:{self.rule}+mbs:joint': joint takes ceil or ceil - 1; use mxfp4+mbs:joint"
+            )
         if self.of is not None and not 0 <= self.of <= 1:
             raise RecipeError(f"recipe: of:{self.of:g} is outside [0, 1]")
         if self.aqn is not None and not all(0 <= s < float("inf") for s in self.aqn):

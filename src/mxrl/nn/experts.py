@@ -1,0 +1,137 @@
+"""Mixture-of-experts layers: transformers 5 fuses all experts' matrices into 3-D parameters.
+
+    gate_up_proj [E, 2I, H], down_proj [E, H, I]      Qwen3-MoE, Mixtral, OLMoE, ...: contraction axis last
+    gate_up_proj [E, H, 2I], down_proj [E, I, H]      gpt-oss: transposed, contraction axis -2; gate and up interleaved
+
+so swapping `nn.Linear` misses every expert. `transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS` is the clean hook: an
+experts module that carries the decorator `use_experts_implementation` looks its forward function up there, by the name
+in its config. Ours quantizes the token states once (before they are sent to the experts), the weights along their
+contraction axis, and the input of the down projection; routing weights and biases are left alone.
+
+Each expert's two GEMMs are linear.py's, one expert after another: one definition of the gradients for every layer.
+E experts, A experts a token, S = T · A token-expert pairs sorted by expert, H hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from mxrl.nn.linear import StraightThroughLinear
+from mxrl.nn.operands import HeldWeight, Operands, compute_dtype, quantize_operand
+
+NAME = "mxrl"  # of the registered experts implementation
+KNOWN = ("Qwen3MoeExperts", "MixtralExperts", "OlmoeExperts", "GptOssExperts")  # tested; others by the same decorator
+
+
+@dataclass
+class ExpertsState:
+    """What an experts module of a converted model carries, as its attribute `mxrl_state`."""
+
+    operands: Operands
+    held: dict[str, HeldWeight] = field(default_factory=dict)  # by parameter name, during a rollout
+
+
+def state_of(module: nn.Module) -> ExpertsState | None:
+    return getattr(module, "mxrl_state", None)
+
+
+def weight_names(module: nn.Module) -> tuple[str, str]:
+    """The fused weight parameters: the first projection and the second."""
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+
+def is_known_experts(module: nn.Module) -> bool:
+    """Whether transformers' decorator dispatches `module`, and its parameters are the ones that the decorator names."""
+    flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "config", "_apply_gate")
+    if not all(hasattr(module, flag) for flag in flags) or not hasattr(type(module).forward, "__wrapped__"):
+        return False
+    weights = set(weight_names(module))
+    biases = {f"{name}_bias" for name in weights} if module.has_bias else set()
+    own = dict(module.named_parameters(recurse=False))
+    return set(own) == weights | biases and all(own[name].ndim == 3 for name in weights)
+
+
+def contraction_dim(module: nn.Module) -> int:
+    return -2 if module.is_transposed else -1
+
+
+def matrices(module: nn.Module, name: str, weight_E: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The experts' own matrices, as views of the fused weight `name` (or of a tensor of its shape).
+
+    Yields (canonical name below the module, view): "3.gate_proj.weight" and "3.up_proj.weight" [I, H],
+    "3.down_proj.weight" [H, I]; for transposed experts the stored layout, "3.gate_up_proj" [H, 2I], "3.down_proj".
+    """
+    for e, weight in enumerate(weight_E.unbind(0)):
+        if module.is_transposed:
+            yield f"{e}.{name}", weight
+        elif name == "gate_up_proj" and module.is_concatenated:
+            gate, up = weight.chunk(2, dim=0)
+            yield f"{e}.gate_proj.weight", gate
+            yield f"{e}.up_proj.weight", up
+        else:
+            yield f"{e}.{name}.weight", weight
+
+
+def quantize_weight(module: nn.Module, name: str, weight_E: Tensor, operands: Operands) -> Tensor:
+    """Q of a fused weight [E, ...], each expert's matrices as if stored apart; same shape and dtype, no gradient."""
+    dim = contraction_dim(module)
+    if not operands.tensor_scaled:
+        return quantize_operand(weight_E, operands.weight, dim)
+    parts = [quantize_operand(weight, operands.weight, dim) for _, weight in matrices(module, name, weight_E)]
+    return torch.cat(parts).view(weight_E.shape)
+
+
+def _project(module: nn.Module, name: str, x_SK: Tensor, operands: Operands, counts: list[int], xq: Tensor) -> Tensor:
+    """One projection of every expert: rows of x_SK are sorted by expert, `counts[e]` of them belong to expert e."""
+    held = module.mxrl_state.held.get(name)
+    if held is not None and not torch.is_grad_enabled():  # decoding: the master weight isn't even cast
+        weight = weight_q = held.get(x_SK.dtype)
+    else:
+        weight = getattr(module, name).to(x_SK.dtype)
+        weight_q = quantize_weight(module, name, weight, operands) if held is None else held.get(x_SK.dtype)
+    bias = getattr(module, f"{name}_bias").to(x_SK.dtype).unbind(0) if module.has_bias else [None] * len(counts)
+    if module.is_transposed:
+        weight, weight_q = weight.mT, weight_q.mT
+    w_EOK, wq_EOK = weight.unbind(0), weight_q.unbind(0)  # unbind: one stack in backward, zeros for idle experts
+    rows = zip(x_SK.split(counts), xq.split(counts), strict=True)
+    busy = [(e, x, q) for e, (x, q) in enumerate(rows) if counts[e] or (e == 0 and not x_SK.shape[0])]
+    return torch.cat([StraightThroughLinear.apply(x, w_EOK[e], bias[e], q, wq_EOK[e], operands) for e, x, q in busy])
+
+
+def quantized_experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The experts' forward pass as transformers calls it.
+
+    hidden_states [T, H], top_k_index and top_k_weights [T, A]; returns [T, H] in hidden_states' dtype.
+    """
+    state = state_of(self)
+    if state is None:  # the config is shared with a model that isn't converted, or this module is skipped
+        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    operands = state.operands
+    tokens, active = top_k_index.shape
+    # Experts that live on another rank (expert parallelism) have index E and routing weight 0, as in transformers.
+    expert_S, order_S = top_k_index.reshape(-1).clamp(0, self.num_experts - 1).sort(stable=True)
+    counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
+    token_S = order_S // active
+
+    x_TH = hidden_states.to(compute_dtype(hidden_states))
+    xq_TH = quantize_operand(x_TH, operands.activation)
+    first, second = weight_names(self)
+    hidden = _project(self, first, x_TH[token_S], operands, counts, xq_TH[token_S])
+    inner_SI = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+    inner_q = quantize_operand(inner_SI, operands.activation)
+    y_SH = _project(self, second, inner_SI, operands, counts, inner_q)
+
+    y_SH = y_SH * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
+    # Back to token order, and a sum over the A experts of a token: no atomics, so the same bits every time.
+    y_SH = y_SH[torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))]
+    return y_SH.view(tokens, active, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, quantized_experts_forward)

@@ -1,0 +1,112 @@
+"""Which quantizer each operand of a layer's GEMMs gets, and the weight that a rollout holds.
+
+    forward      y_TO  = Q(x_TK) · Q(w_OK)ᵀ        blocked along K (activations' and weight's quantizer)
+    grad_input   dx_TK = dy_TO · Q(w_OK)           not 4-bit unless `quantize_grad`: then both are blocked along O
+    grad_weight  dw_OK = dy_TOᵀ · Q(x_TK)          not 4-bit unless `quantize_grad`: then both are blocked along T
+
+T tokens, K input features (the forward contraction), O output features.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mxrl.quantize import fake_quantize
+from mxrl.recipes import Recipe
+
+
+class RolloutError(RuntimeError):
+    """Weights held for a rollout can't be used: they changed, have another dtype, or are held already."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A recipe, taken apart: the quantizer of each operand; None leaves that operand as it is."""
+
+    recipe: Recipe
+    weight: Recipe | None
+    activation: Recipe | None
+    grad: Recipe | None  # the base format alone: MBS and OF are never applied to dY
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def of(cls, recipe: Recipe) -> Operands:
+        if not recipe.quantizes:
+            return cls(recipe, None, None, None)
+        activation = {"a4": recipe.operand, "a8": Recipe("mxfp8"), "a16": None}[recipe.activations]
+        return cls(recipe, recipe.operand, activation, recipe.plain if recipe.quantize_grad else None)
+
+    @property
+    def tensor_scaled(self) -> bool:
+        """NVFP4 has one float32 scale a tensor, so fused weights are quantized one matrix at a time."""
+        return self.weight is not None and self.weight.base == "nvfp4"
+
+    @property
+    def saves_master(self) -> bool:
+        """Whether the backward pass needs the unquantized x and w (to use them, or to block them along other axes)."""
+        return self.recipe.backward == "master" or self.grad is not None
+
+    @property
+    def requantizes(self) -> bool:
+        """Whether the backward pass quantizes x and w again, along its own contraction axes."""
+        return self.grad is not None and self.recipe.backward == "quantized"
+
+
+def quantize_operand(x: Tensor, recipe: Recipe | None, dim: int = -1) -> Tensor:
+    """`fake_quantize(x, recipe, dim=dim)`, same shape and dtype, without gradient; `x` itself where `recipe` is None.
+
+    Under `torch.compile` it is one opaque operator, so that whichever kernel serves it, the graph stays whole.
+    """
+    if recipe is None:
+        return x
+    if torch.compiler.is_compiling():
+        return _opaque_quantize(x, str(recipe), dim)
+    return fake_quantize(x.detach(), recipe, dim=dim)
+
+
+@torch.library.custom_op("mxrl::quantize_operand", mutates_args=())
+def _opaque_quantize(x: Tensor, recipe: str, dim: int) -> Tensor:
+    return fake_quantize(x.detach(), recipe, dim=dim).contiguous()
+
+
+@_opaque_quantize.register_fake
+def _(x: Tensor, recipe: str, dim: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The GEMM's dtype: autocast's where it is on (autocast leaves float64 alone), else the input's."""
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+@dataclass(frozen=True)
+class HeldWeight:
+    """A quantized weight computed once for a rollout, and the state of the parameter that it was computed from."""
+
+    name: str
+    value: Tensor
+    parameter: nn.Parameter
+    version: int
+
+    def check(self) -> None:
+        """Raise RolloutError if the parameter was written to since (every in-place operation counts up `_version`)."""
+        if self.parameter._version != self.version:
+            raise RolloutError(
+                f"{self.name}: the weight changed inside rollout_weights; update weights only after the block has ended"
+            )
+
+    def get(self, dtype: torch.dtype) -> Tensor:
+        if not torch.compiler.is_compiling():  # a compiled graph can't read version counters; the block's end does
+            self.check()
+        if self.value.dtype != dtype:
+            raise RolloutError(
+                f"{self.name}: rollout_weights holds {self.value.dtype}, the forward pass computes in {dtype}; "
+                f"write rollout_weights(model, dtype={dtype})"
+            )
+        return self.value

@@ -1,0 +1,216 @@
+"""Rollout weights: quantized once per weight update, with AQN's noise, the master weights untouched.
+
+A rollout decodes thousands of tokens with the same weights, so `rollout_weights` computes each converted layer's
+Q(w) once and lets the layer hold it; only activations are quantized while decoding.
+
+    noise before quantization (default)   Q(cast(w + n))          rounding amplifies small noise
+    noise after quantization              cast(Q(cast(w)) + n)    rounded once, not quantized again
+    noise on the RMSNorm weights          QeRL's placement (arXiv 2510.11696); the layers hold plain Q(w)
+
+n = σ_t · RMS(w) · z, added in float32 to the master weight. z is a function of (seed, rollout, name, flat index) alone
+(`mxrl.corrections.philox_normal`), and RMS is of each matrix in float64: per expert, gate and up apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxrl.corrections import aqn_sigma, philox_normal
+from mxrl.nn.layers import QuantizedLayer, canonical_name, quantized_layers
+from mxrl.nn.operands import HeldWeight, RolloutError
+from mxrl.recipes import Recipe, RecipeError
+
+Noise = Callable[[str, Tensor], Tensor]  # (canonical name, master weight [...]) -> noise, float32 [...]
+
+
+@dataclass(frozen=True)
+class AqnNoise:
+    """The noise of one rollout, as a function of a parameter's canonical name and its master weight."""
+
+    recipe: Recipe
+    seed: int
+    rollout: int
+    sigma: float
+
+    def __call__(self, name: str, weight: Tensor) -> Tensor:
+        """Noise of one whole matrix (or norm weight), float32 in `weight`'s shape and on its device."""
+        std = self.sigma * rms(weight) if self.recipe.aqn_relative else self.sigma
+        z = philox_normal(self.seed, self.rollout, name, 0, weight.numel(), weight.device)
+        return z.view(weight.shape) * std
+
+
+def aqn_noise(recipe: Recipe | str, seed: int, rollout: int, total_rollouts: int) -> AqnNoise | None:
+    """AQN's noise of rollout `rollout` (counted from 0) of `total_rollouts`; None where the recipe has no `+aqn`."""
+    recipe = Recipe.parse(recipe)
+    if recipe.aqn is None:
+        return None
+    return AqnNoise(recipe, seed, rollout, aqn_sigma(rollout, total_rollouts, *recipe.aqn))
+
+
+def rms(weight: Tensor) -> float:
+    """Root mean square in float64; 0 for an empty tensor."""
+    return _norm(weight) / math.sqrt(max(weight.numel(), 1))
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x.detach(), dtype=torch.float64))
+
+
+@dataclass
+class RolloutReport:
+    """What the noise did: for each noised parameter ‖Q(w+n) − Q(w)‖ and ‖w‖ (norm weights: ‖cast(w+n) − w‖)."""
+
+    sigma: float | None = None  # σ_t; None where the noise is not AQN's, or there is none
+    layers: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def effective_sigma(self) -> float:
+        """‖Q(w + n) − Q(w)‖ / ‖w‖ over all noised weights; 0 without noise."""
+        change, size = (math.hypot(*column) for column in zip(*self.layers.values(), strict=True)) if self.layers else (0.0, 1.0)
+        return change / size if size else 0.0
+
+    @property
+    def by_layer(self) -> dict[str, float]:
+        return {name: change / size if size else 0.0 for name, (change, size) in self.layers.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"sigma": self.sigma, "effective_sigma": self.effective_sigma, "layers": self.by_layer}
+
+
+@contextmanager
+def rollout_weights(
+    model: nn.Module, noise: Noise | None = None, *, dtype: torch.dtype | None = None
+) -> Iterator[RolloutReport]:
+    """While the block runs, every converted layer of `model` computes with a Q(w [+ noise]) computed once, on entry.
+
+    noise: None, `aqn_noise(...)`, or any callable (canonical name, master weight) -> float32 noise of its shape, added
+        before quantization. dtype: of the forward pass; by default autocast's where it is on, else each weight's own.
+    The held weights are in no state dict and are dropped at the end, and the master weights stay as they are. Under
+    FSDP2 every rank enters, and holds the full quantized weights.
+    Raises RolloutError for a model without converted layers, a rollout inside a rollout, and weights that change inside.
+    """
+    layers = list(quantized_layers(model))
+    if not layers:
+        raise RolloutError(f"rollout_weights: {type(model).__name__} has no converted layer; call mxrl.convert first")
+    if any(layer.holds for layer in layers):
+        raise RolloutError("rollout_weights: this model is already inside rollout_weights")
+    reshard(model)
+    on_norms = isinstance(noise, AqnNoise) and noise.recipe.aqn_target == "norm"
+    report = RolloutReport(noise.sigma if isinstance(noise, AqnNoise) else None)
+    norms: list[_NoisedNorm] = []
+    held: list[HeldWeight] = []
+    try:
+        with torch.no_grad():
+            if on_norms and noise is not None:
+                for name, parameter in _block_norms(model):
+                    norms.append(_NoisedNorm.apply(name, parameter, noise, report))
+            for layer in layers:
+                for attribute in layer.weights:
+                    weight = _hold(layer, attribute, None if on_norms else noise, dtype, report)
+                    layer.hold(attribute, weight)
+                    held.append(weight)
+        yield report
+        for weight in [*held, *(norm.held for norm in norms)]:
+            weight.check()
+    finally:
+        for layer in layers:
+            layer.drop()
+        for norm in norms:
+            norm.restore()
+
+
+def reshard(model: nn.Module) -> None:
+    """FSDP2: put the sharded master parameters back in place (a forward pass may have left them gathered)."""
+    for module in model.modules():
+        if hasattr(module, "reshard") and hasattr(module, "unshard"):  # an FSDPModule
+            module.reshard()
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """A parameter's whole value; under FSDP2 (a DTensor) gathered from all ranks."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def _rollout_dtype(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None and torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:
+        return torch.get_autocast_dtype(weight.device.type)
+    return dtype or weight.dtype
+
+
+def _hold(
+    layer: QuantizedLayer, attribute: str, noise: Noise | None, dtype: torch.dtype | None, report: RolloutReport
+) -> HeldWeight:
+    """Q(w) of one stored parameter, with the noise of each matrix in it."""
+    parameter = layer.parameter(attribute)
+    master = full_tensor(parameter).detach()
+    dtype = _rollout_dtype(master, dtype)
+    name = f"{layer.name}.{attribute}"
+    clean = layer.quantize(attribute, master.to(dtype))
+    if noise is None:
+        return HeldWeight(name, clean, parameter, parameter._version)
+    after = isinstance(noise, AqnNoise) and noise.recipe.aqn_placement == "after"
+    base = clean if after else master
+    noised = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
+    pairs = zip(layer.matrices(attribute, master), layer.matrices(attribute, noised), strict=True)
+    for (matrix_name, matrix), (_, target) in pairs:
+        target.add_(noise(f"{layer.name}.{matrix_name}", matrix))
+    noised = noised.to(dtype)
+    value = noised if after else layer.quantize(attribute, noised)
+    report.layers[name] = (_norm(value.float() - clean.float()), _norm(master))
+    return HeldWeight(name, value, parameter, parameter._version)
+
+
+@dataclass
+class _NoisedNorm:
+    """A norm's weight with noise on it in place, and what brings it back bit for bit."""
+
+    held: HeldWeight  # for the check that nobody else wrote to it; its value is the original
+
+    @classmethod
+    def apply(cls, name: str, parameter: nn.Parameter, noise: Noise, report: RolloutReport) -> _NoisedNorm:
+        whole = full_tensor(parameter).detach()
+        wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
+        noised = (wide + noise(name, whole)).to(whole.dtype)
+        original = parameter.detach().clone()
+        report.layers[name] = (_norm(noised.to(wide.dtype) - wide), _norm(whole))
+        parameter.copy_(_like(noised, parameter))
+        return cls(HeldWeight(name, original, parameter, parameter._version))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        self.held.parameter.copy_(self.held.value)
+
+
+def _like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """`whole` sharded as `parameter` is; every rank has the same `whole`, so nothing is sent."""
+    if not hasattr(parameter, "full_tensor"):
+        return whole
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(parameter, DTensor)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _block_norms(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The weights of the RMSNorms that feed the layers: those that are a decoder block's own children.
+
+    The norms of queries and keys inside attention, and the model's last norm, feed no converted layer.
+    """
+    found = False
+    for path, module in model.named_modules():
+        name = canonical_name(path)
+        parts = name.split(".")
+        weight = getattr(module, "weight", None)
+        in_block = len(parts) >= 2 and parts[-2].isdigit()
+        if in_block and type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter):
+            found = True
+            yield f"{name}.weight", weight
+    if not found:
+        raise RecipeError(f"aqn_target=norm: {type(model).__name__} has no RMSNorm in its blocks; use aqn_target=weight")

@@ -1,0 +1,1 @@
+"""Reinforcement learning on quantized policies: tasks and rewards, policies, rollouts, gap metrics, training."""

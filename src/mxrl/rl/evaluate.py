@@ -1,0 +1,246 @@
+"""Accuracy of a policy on problems, per problem, so that two policies can be compared *paired*.
+
+    greedy  = evaluate(model, tokenizer, problems)                      one completion a problem
+    sampled = evaluate(model, tokenizer, problems, samples=8, temperature=1.0)
+    paired_interval(greedy.scores, other.scores)                        difference and its 95 % interval
+
+Paired, because recipes are compared on the same problems: with per-problem differences `d_i = a_i − b_i`, the standard
+error is `sd(d)/√n`, which is smaller than the unpaired one by what the two policies share.
+
+The entropy is that of the policy at temperature 1, in nats a token, averaged over the tokens it generated.
+Decoding uses the key-value cache with left padding; nothing truncates the distribution (no top-k, top-p or min-p).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from mxrl.rl.chain import Problem
+from mxrl.rl.rewards import Reward
+
+
+class Decoded(NamedTuple):
+    """Completions without special tokens; tokens of each (end token included), entropy sum of each, finished or cut."""
+
+    texts: list[str]
+    tokens: list[int]
+    entropy: list[float]
+    finished: list[bool]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found; `scores[i]` is problem i's mean reward over its samples, in the problems' order."""
+
+    scores: list[float]
+    completions: list[list[str]]
+    groups: list[Any]
+    entropy: float
+    mean_tokens: float
+    truncated: float
+    styles: dict[str, float]
+
+    @property
+    def accuracy(self) -> float:
+        """Mean of the scores, 0 … 1."""
+        return fmean(self.scores)
+
+    @property
+    def distinct(self) -> float:
+        """Mean number of different completions a problem."""
+        return fmean(len(set(texts)) for texts in self.completions)
+
+    def by_group(self) -> dict[Any, tuple[float, int]]:
+        """Accuracy and number of problems, by `meta["group"]` (chain: how many numbers)."""
+        rows: dict[Any, list[float]] = {}
+        for group, score in zip(self.groups, self.scores, strict=True):
+            rows.setdefault(group, []).append(score)
+        return {g: (fmean(rows[g]), len(rows[g])) for g in sorted(rows, key=lambda g: (g is None, str(g)))}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers and per-problem scores for a JSON file; completions are left out."""
+        return {
+            "accuracy": self.accuracy,
+            "n": len(self.scores),
+            "samples": len(self.completions[0]),
+            "by_group": {str(g): {"accuracy": a, "n": n} for g, (a, n) in self.by_group().items()},
+            "entropy_per_token": self.entropy,
+            "mean_tokens": self.mean_tokens,
+            "truncated": self.truncated,
+            "distinct": self.distinct,
+            "styles": self.styles,
+            "scores": [round(score, 6) for score in self.scores],
+        }
+
+
+def prompt_text(problem: Problem, tokenizer: Any) -> str:
+    """The prompt as text; chat messages go through the tokenizer's chat template."""
+    if isinstance(problem.prompt, str):
+        return problem.prompt
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the problem's prompt is a chat, but the tokenizer has no chat template")
+    return tokenizer.apply_chat_template(problem.prompt, tokenize=False, add_generation_prompt=True)
+
+
+def decode(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 1024,
+) -> Decoded:
+    """Complete text prompts in batches, in the given order. `temperature=0` is greedy.
+
+    Sampling depends on `seed`, the order and `batch_size`; the global random state is left as it was.
+    """
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature} must be >= 0 (0 is greedy)")
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
+    # Whatever could truncate the distribution is set: what is left out would come from the model's own file.
+    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0} if temperature > 0 else {}
+    config = GenerationConfig(
+        do_sample=temperature > 0, num_beams=1, repetition_penalty=1.0,
+        max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=ends, **sampling,
+    )  # fmt: skip
+    texts: list[str] = []
+    tokens: list[int] = []
+    entropy: list[float] = []
+    finished: list[bool] = []
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(seed)
+        for start in range(0, len(prompts), batch_size):
+            chunk = list(prompts[start : start + batch_size])
+            inputs = tokenizer(chunk, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+            record = _Recorder(temperature)
+            output = model.generate(
+                input_ids=inputs["input_ids"].to(device),
+                attention_mask=inputs["attention_mask"].to(device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([record]),
+            )
+            ids = output[:, inputs["input_ids"].shape[1] :]
+            is_end = torch.isin(ids, torch.tensor(ends, device=device))
+            before_end = (is_end.cumsum(1) - is_end.long()) == 0  # True up to and with the first end token
+            texts += tokenizer.batch_decode(ids.masked_fill(~before_end, pad), skip_special_tokens=True)
+            tokens += before_end.sum(1).tolist()
+            entropy += (torch.stack(record.steps, 1) * before_end).sum(1).tolist()
+            finished += is_end.any(1).tolist()
+    model.train(training)
+    return Decoded(texts, tokens, entropy, finished)
+
+
+class _Recorder:
+    """Keeps each step's entropy ([batch], nats, at temperature 1) and applies the temperature."""
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.steps: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        log_p = torch.log_softmax(scores.float(), -1)
+        self.steps.append(-(log_p.exp() * log_p).nan_to_num(0.0).sum(-1))
+        return scores / self.temperature if self.temperature > 0 else scores
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    problems: Sequence[Problem],
+    *,
+    reward: Reward,
+    max_new_tokens: int,
+    samples: int = 1,
+    temperature: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 1024,
+    style: Callable[[str], str] | None = None,
+) -> Evaluation:
+    """Decode every problem `samples` times and judge it with `reward`; `style` names a completion's style."""
+    if not problems:
+        raise ValueError("no problems to evaluate on")
+    if samples < 1 or (samples > 1 and temperature == 0):
+        raise ValueError(f"samples={samples} at temperature {temperature}: greedy decoding has one completion")
+    prompts = [prompt_text(problem, tokenizer) for problem in problems for _ in range(samples)]
+    out = decode(
+        model, tokenizer, prompts,
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, batch_size=batch_size,
+    )  # fmt: skip
+    answers = [problem.answer for problem in problems for _ in range(samples)]
+    rewards = reward(out.texts, answers)
+    starts = range(0, len(prompts), samples)
+    styles = Counter(style(text) for text in out.texts) if style else {}
+    return Evaluation(
+        scores=[fmean(rewards[i : i + samples]) for i in starts],
+        completions=[out.texts[i : i + samples] for i in starts],
+        groups=[problem.meta.get("group") for problem in problems],
+        entropy=sum(out.entropy) / max(1, sum(out.tokens)),
+        mean_tokens=fmean(out.tokens),
+        truncated=1 - fmean(out.finished),
+        styles={name: count / len(prompts) for name, count in sorted(styles.items())},
+    )
+
+
+class Interval(NamedTuple):
+    """A mean difference and the two ends of its confidence interval."""
+
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def decided(self) -> bool:
+        """Whether zero lies outside."""
+        return not self.low <= 0 <= self.high
+
+
+def paired_interval(
+    a: Sequence[float],
+    b: Sequence[float],
+    *,
+    method: Literal["normal", "bootstrap"] = "normal",
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """`mean(a − b)` over the same problems, with its interval.
+
+    `normal`: ± z·sd(d)/√n. `bootstrap`: percentiles of the mean over resampled problems (seeded).
+    It says how far the *problems* could have moved the difference, not how far another training seed would.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"paired scores must be of the same problems: {len(a)} and {len(b)} differ")
+    if len(a) < 2:
+        raise ValueError("an interval takes at least two problems")
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    mean = fmean(differences)
+    if method == "normal":
+        half = NormalDist().inv_cdf(0.5 + confidence / 2) * stdev(differences) / math.sqrt(len(differences))
+        return Interval(mean, mean - half, mean + half)
+    if method != "bootstrap":
+        raise ValueError(f"unknown method '{method}'; possible: normal, bootstrap")
+    rng = np.random.default_rng(seed)
+    d = np.asarray(differences)
+    # Differences take few values (−1, 0, 1 for single completions): resampling their counts is the same, and fast.
+    values, counts = np.unique(d, return_counts=True)
+    means = rng.multinomial(len(d), counts / len(d), size=resamples) @ values / len(d)
+    low, high = np.quantile(means, [0.5 - confidence / 2, 0.5 + confidence / 2])
+    return Interval(mean, float(low), float(high))
