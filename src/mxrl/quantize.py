@@ -197,26 +197,27 @@ def _work_dtype(packed: QuantizedTensor) -> torch.dtype:
     return torch.float64 if packed.dtype == torch.float64 else torch.float32
 
 
+def _rows(stored: Tensor) -> Tensor:
+    """[..., n] -> [R, n], empty tensors too."""
+    return stored.reshape(stored.shape[:-1].numel(), stored.shape[-1])
+
+
 def _grid(packed: QuantizedTensor) -> Tensor:
     """Signed grid values [R, B, n], padded to whole (macro-)blocks."""
     fmt = format_of(packed.recipe)
-    codes = packed.codes.reshape(-1, packed.codes.shape[-1]) if packed.codes.numel() else packed.codes.new_zeros(0, 0)
+    codes = _rows(packed.codes)
     if fmt.element.exponent_bits + fmt.element.mantissa_bits == 3:
-        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)[:, : packed.shape[packed.dim]]
     unit = packed.recipe.macro if packed.macro_mantissas is not None else fmt.block
-    codes = codes[:, : packed.shape[packed.dim]]
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % unit))
-    return decode(codes, fmt.element, _work_dtype(packed)).reshape(codes.shape[0], -1, fmt.block)
+    grid = decode(codes, fmt.element, _work_dtype(packed))
+    return grid.reshape(grid.shape[0], grid.shape[1] // fmt.block, fmt.block)
 
 
 def _pass_values(packed: QuantizedTensor) -> Tensor:
     grid = _grid(packed)
-    rows, blocks = grid.shape[:2]
     recipe, fmt = packed.recipe, format_of(packed.recipe)
-    codes = packed.scales.reshape(rows, -1) if rows else packed.scales.new_zeros(0, blocks)
-    scales = scale_from_code(codes, fmt, recipe.rule, grid.dtype, packed.tensor_scale)
-    scales = torch.nn.functional.pad(scales, (0, blocks - scales.shape[-1]))
+    scales = scale_from_code(_rows(packed.scales), fmt, recipe.rule, grid.dtype, packed.tensor_scale)
+    scales = torch.nn.functional.pad(scales, (0, grid.shape[1] - scales.shape[-1]))
     macro = packed.macro_mantissas
-    if macro is not None:
-        macro = macro.reshape(rows, -1).to(torch.int32) if rows else macro.new_zeros(0, 0, dtype=torch.int32)
-    return dequantize_pass(grid, scales, macro, recipe)
+    return dequantize_pass(grid, scales, None if macro is None else _rows(macro).to(torch.int32), recipe)

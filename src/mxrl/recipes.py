@@ -85,7 +85,7 @@ class Recipe:
             raise RecipeError("recipe 'bf16': nothing is quantized, so w4a16, w4a8 and quantize_grad have no meaning")
         if self.mbs == "joint" and self.rule != "ceil":
             raise RecipeError(
-                f"recipe 'mxfp4:{self.rule}+mbs:joint': joint takes ceil or ceil - 1; use mxfp4+mbs:joint"
+                f"recipe 'mxfp4:{self.rule}+mbs:joint': joint is for the ceil rule; use mxfp4+mbs:joint"
             )
         if self.of is not None and not 0 <= self.of <= 1:
             raise RecipeError(f"recipe: of:{self.of:g} is outside [0, 1]")

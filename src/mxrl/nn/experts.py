@@ -19,10 +19,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from mxrl.nn.linear import StraightThroughLinear
 from mxrl.nn.operands import HeldWeight, Operands, compute_dtype, quantize_operand
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+except ImportError as error:
+    raise ImportError("mxrl.nn needs transformers 5.9 or later: pip install 'mxrl[train]'") from error
 
 NAME = "mxrl"  # of the registered experts implementation
 KNOWN = ("Qwen3MoeExperts", "MixtralExperts", "OlmoeExperts", "GptOssExperts")  # tested; others by the same decorator

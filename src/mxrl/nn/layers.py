@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mxrl.nn import experts
 from mxrl.nn.linear import QuantizedLinear
 from mxrl.nn.operands import HeldWeight, Operands, quantize_operand
 
@@ -27,11 +26,6 @@ def canonical_name(path: str) -> str:
     return ".".join(parts)
 
 
-def experts_module() -> Any:
-    """mxrl.nn.experts if it is loaded (it needs transformers); a model with converted experts has loaded it."""
-    return sys.modules.get("mxrl.nn.experts")
-
-
 @dataclass(frozen=True)
 class QuantizedLayer:
     """A converted layer: a QuantizedLinear, or a module of fused experts."""
@@ -47,7 +41,7 @@ class QuantizedLayer:
     @property
     def weights(self) -> tuple[str, ...]:
         """Names of the stored parameters that are quantized."""
-        return ("weight",) if self.is_linear else experts_module().weight_names(self.module)
+        return ("weight",) if self.is_linear else experts.weight_names(self.module)
 
     def parameter(self, attribute: str) -> nn.Parameter:
         return getattr(self.module, attribute)
@@ -56,11 +50,11 @@ class QuantizedLayer:
         """Q of the stored parameter `attribute`, given its value in the compute dtype."""
         if self.is_linear:
             return quantize_operand(weight, self.operands.weight)
-        return experts_module().quantize_weight(self.module, attribute, weight, self.operands)
+        return experts.quantize_weight(self.module, attribute, weight, self.operands)
 
     def matrices(self, attribute: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(canonical name below the module, view) of every matrix in the stored parameter: see experts.matrices."""
-        return iter([(attribute, weight)]) if self.is_linear else experts_module().matrices(self.module, attribute, weight)
+        return iter([(attribute, weight)]) if self.is_linear else experts.matrices(self.module, attribute, weight)
 
     # --- the weights that a rollout holds ---
 
