@@ -1,0 +1,316 @@
+"""Supervised training of the small policies, on a mixture of solution styles (see README.md beside this).
+
+    python experiments/policies/run.py --kind dense --mixture default --minutes 4 --out runs/dense
+    python experiments/policies/run.py --steps 3 --size tiny --batch 32 --examples 2000 --eval-n 32 --out /tmp/smoke
+
+Writes OUT/policy/ (a plain Hugging Face folder, bf16), OUT/log.jsonl, OUT/eval.json; OUT/state.pt is there only
+while the run is unfinished, and the same command continues from it.
+
+The step. Weights are bf16 with float32 masters (AdamW on the masters); a batch is drawn with replacement by
+a generator seeded with (seed, step), sorted by length and cut into micro-batches trimmed to their longest row, so
+that short guesses don't pay for long solutions. Loss: mean cross-entropy over the completion's tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import random
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from mxrl.rl.chain import ALPHABET, Difficulty, Mixture, Problem, chain_problems, chain_prompts, solution, style_of
+from mxrl.rl.evaluate import evaluate, paired_interval
+from mxrl.rl.policy import build_policy, char_tokenizer, load_folder, save_policy
+from mxrl.rl.rewards import chain_reward
+
+CHUNK = 10_000
+EOS_ID = 2
+IDS = bytes.maketrans(ALPHABET.encode(), bytes(range(3, 3 + len(ALPHABET))))
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--kind", default="dense", choices=["dense", "moe"])
+    p.add_argument("--size", default="base", help="base, small (dense only) or tiny")
+    p.add_argument("--mixture", default="default", help="a name of mxrl.rl.chain.MIXTURES, or a .json table")
+    p.add_argument("--numbers", type=int, nargs=2, default=(3, 7), metavar=("MIN", "MAX"))
+    p.add_argument("--digits", type=int, nargs=2, default=(1, 4), metavar=("MIN", "MAX"))
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--minutes", type=float, help="train this long (the schedule then follows the clock)")
+    p.add_argument("--steps", type=int, help="train this many steps (exactly reproducible)")
+    p.add_argument("--batch", type=int, default=2048)
+    p.add_argument("--micro", type=int, default=2, help="micro-batches a step, by length")
+    p.add_argument("--examples", type=int, default=2_000_000)
+    p.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    p.add_argument("--lr", type=float, default=2e-3)
+    p.add_argument("--warmup", type=int, default=100, help="steps")
+    p.add_argument("--weight-decay", type=float, default=0.1)
+    p.add_argument("--experts", help="experts' implementation: eager, grouped_mm, batched_mm (default: transformers')")
+    p.add_argument("--compile", action="store_true")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--log-every", type=int, default=50, help="steps")
+    p.add_argument("--save-every", type=int, default=1000, help="steps between resumable states")
+    p.add_argument("--eval-n", type=int, default=2048, help="held-out problems")
+    p.add_argument("--eval-samples", type=int, default=4, help="samples a problem, at temperature 1")
+    p.add_argument("--recipes", nargs="*", default=[], help="also evaluate greedily under these recipes")
+    p.add_argument("--eval-only", action="store_true", help="evaluate OUT/policy, train nothing")
+    args = p.parse_args(argv)
+    if args.steps is None and args.minutes is None and not args.eval_only:
+        p.error("give --steps or --minutes")
+    return args
+
+
+# --- data: prompts and solutions as uint8 tokens -------------------------------------------------------------------
+
+
+def encode_chunk(job: tuple[int, int, int, Mixture, Difficulty]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Examples of chunk `index`: tokens uint8 [count, width], prompt lengths and total lengths int16 [count]."""
+    seed, index, count, mixture, difficulty = job
+    rng = random.Random(f"styles/{seed}/{index}")
+    prompts = chain_prompts(f"{seed}/{index}", "train", difficulty)
+    width = longest(difficulty)
+    tokens = np.zeros((count, width), np.uint8)
+    lengths = np.zeros((2, count), np.int16)
+    for i in range(count):
+        prompt = next(prompts)
+        n = 1 + sum(prompt.count(op) for op in "+-*")
+        row = (prompt + solution(prompt, mixture.draw(n, rng))).encode().translate(IDS) + bytes([EOS_ID])
+        tokens[i, : len(row)] = np.frombuffer(row, np.uint8)
+        lengths[:, i] = len(prompt), len(row)
+    return tokens, lengths[0], lengths[1]
+
+
+def longest(difficulty: Difficulty) -> int:
+    """Tokens of the longest example: a prompt of n numbers, a careful solution, the end token."""
+    n, d = difficulty.numbers[1], difficulty.digits[1]
+    return n * (d + 1) + (n - 1) * (4 + 1 + d + 1 + 4) + (n - 1) + 4 + 1
+
+
+def make_data(args: argparse.Namespace, difficulty: Difficulty, mixture: Mixture) -> tuple[torch.Tensor, ...]:
+    jobs = [
+        (args.seed, i, min(CHUNK, args.examples - i * CHUNK), mixture, difficulty)
+        for i in range(math.ceil(args.examples / CHUNK))
+    ]
+    if args.workers > 1 and len(jobs) > 1:
+        # fork, before CUDA is touched: a spawned worker would spend seconds importing torch
+        with multiprocessing.get_context("fork").Pool(min(args.workers, len(jobs))) as pool:
+            parts = pool.map(encode_chunk, jobs, chunksize=1)
+    else:
+        parts = [encode_chunk(job) for job in jobs]
+    return tuple(torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True))
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+def completion_loss(
+    model: Any, ids: torch.Tensor, prompt: torch.Tensor, total: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    """Summed cross-entropy over completion tokens, and the MoE balancing loss (None for dense)."""
+    moe = is_moe(model)
+    out = model(input_ids=ids[:, :-1], use_cache=False, **({"output_router_logits": True} if moe else {}))
+    at = torch.arange(ids.shape[1] - 1, device=ids.device)
+    mask = (at >= prompt[:, None] - 1) & (at < total[:, None] - 1)
+    losses = F.cross_entropy(out.logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
+    aux = None
+    if moe:  # transformers' own aux_loss would balance the padding as well
+        real = (at < total[:, None]).long()
+        aux = load_balancing_loss_func(
+            out.router_logits, model.config.num_experts, model.config.num_experts_per_tok, real
+        )
+    return (losses * mask).sum(), aux
+
+
+def is_moe(model: Any) -> bool:
+    return "moe" in model.config.model_type
+
+
+def train(
+    args: argparse.Namespace, model: Any, data: tuple[torch.Tensor, ...], state_file: Path, log: Any
+) -> dict[str, Any]:
+    tokens, prompts, totals = (column.to(args.device) for column in data)
+    low = torch.bfloat16 if args.device != "cpu" else torch.float32
+    masters = [p.detach().float().clone().to(args.device) for p in model.parameters()]
+    model.to(args.device, low).train()
+    weights = list(model.parameters())
+    groups = [
+        {"params": [m for m in masters if m.ndim > 1], "weight_decay": args.weight_decay},
+        {"params": [m for m in masters if m.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=args.device != "cpu")
+    step, elapsed = 0, 0.0
+    if state_file.exists():
+        state = torch.load(state_file, map_location=args.device, weights_only=True)
+        step, elapsed = state["step"], state["elapsed"]
+        for master, saved in zip(masters, state["masters"], strict=True):
+            master.copy_(saved)
+        optimizer.load_state_dict(state["optimizer"])
+        print(f"resuming at step {step}", flush=True)
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            weight.copy_(master)
+    forward = torch.compile(model, dynamic=True) if args.compile else model
+    start = last = time.monotonic()
+    seen = 0
+    while True:
+        now = elapsed + time.monotonic() - start
+        done = max(step / args.steps if args.steps else 0.0, now / (60 * args.minutes) if args.minutes else 0.0)
+        if done >= 1:
+            break
+        rate = args.lr * min(1.0, (step + 1) / args.warmup) * 0.5 * (1 + math.cos(math.pi * done))
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+        batch = torch.randint(len(data[0]), (args.batch,), generator=generator)
+        batch = batch[data[2][batch].argsort(stable=True)]
+        count = int((data[2][batch] - data[1][batch]).sum())
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        loss = torch.zeros((), device=args.device)
+        for part in batch.chunk(args.micro):
+            width = min(tokens.shape[1], math.ceil(int(data[2][part[-1]]) / 16) * 16 + 1)
+            rows = part.to(args.device)
+            total, aux = completion_loss(forward, tokens[rows, :width].long(), prompts[rows], totals[rows])
+            objective = total / count
+            if aux is not None:
+                objective = objective + model.config.router_aux_loss_coef * aux * len(part) / len(batch)
+            objective.backward()
+            loss += total.detach() / count
+            for weight, master in zip(weights, masters, strict=True):
+                if weight.grad is not None:
+                    master.grad.add_(weight.grad)  # in float32: bf16 sums of micro-batches would lose bits
+                weight.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                weight.copy_(master)
+        step, seen = step + 1, seen + count
+        if step % args.log_every == 0 or step == args.steps:
+            value = loss.item()
+            clock = time.monotonic()
+            row = {"step": step, "seconds": round(elapsed + clock - start, 2), "loss": value, "lr": rate,
+                   "grad_norm": norm.item(), "completion_tokens_per_s": round(seen / (clock - last))}  # fmt: skip
+            log(row)
+            last, seen = clock, 0
+            if not math.isfinite(value):
+                raise RuntimeError(f"the loss is {value} at step {step}: lower --lr")
+        if step % args.save_every == 0:
+            state = {"step": step, "elapsed": elapsed + time.monotonic() - start, "masters": masters,
+                     "optimizer": optimizer.state_dict()}  # fmt: skip
+            torch.save(state, state_file.with_suffix(".tmp"))
+            state_file.with_suffix(".tmp").replace(state_file)
+    with torch.no_grad():  # masters last, so that what is saved is the rounding of the float32 weights
+        for weight, master in zip(weights, masters, strict=True):
+            weight.data = master
+    return {"steps": step, "train_seconds": elapsed + time.monotonic() - start}
+
+
+# --- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def measure(args: argparse.Namespace, folder: Path, problems: list[Problem]) -> dict[str, Any]:
+    """Greedy and sampled accuracy of the saved bf16 policy; greedy under every recipe, with paired differences."""
+    budget = max(len(solution(problem)) for problem in problems) + 1
+    common: dict[str, Any] = {"reward": chain_reward, "max_new_tokens": budget, "style": style_of, "batch_size": 2048}
+
+    def loaded() -> Any:
+        return load_folder(folder, dtype=torch.bfloat16)[0].to(args.device)
+
+    tokenizer = char_tokenizer()
+    greedy = evaluate(loaded(), tokenizer, problems, **common)
+    sampled = evaluate(
+        loaded(), tokenizer, problems, samples=args.eval_samples, temperature=1.0, seed=args.seed, **common
+    )
+    found = {"greedy": greedy.to_dict(), "sampled": sampled.to_dict(), "recipes": {}}
+    found["sampled"]["pass_at_k"] = sum(score > 0 for score in sampled.scores) / len(problems)
+    for style in ("careful", "skip", "guess"):  # what each style is worth: sampled accuracy given the style
+        hits = [
+            chain_reward([text], [problem.answer])[0]
+            for problem, texts in zip(problems, sampled.completions, strict=True)
+            for text in texts
+            if style_of(text) == style
+        ]
+        found["sampled"][f"accuracy_{style}"] = sum(hits) / len(hits) if hits else None
+    for recipe in args.recipes:
+        from mxrl import convert
+
+        model = loaded()
+        convert(model, recipe)
+        began = time.monotonic()
+        result = evaluate(model, tokenizer, problems, **common)
+        interval = paired_interval(result.scores, greedy.scores)
+        found["recipes"][recipe] = {
+            **result.to_dict(), "minus_bf16": list(interval), "seconds": round(time.monotonic() - began, 2)
+        }  # fmt: skip
+    return found
+
+
+def brief(name: str, row: dict[str, Any]) -> str:
+    groups = " ".join(f"{g}:{v['accuracy']:.3f}" for g, v in row["by_group"].items())
+    styles = " ".join(f"{s} {share:.2f}" for s, share in row["styles"].items())
+    return f"{name}: {row['accuracy']:.4f}  [{groups}]  {styles}  entropy {row['entropy_per_token']:.3f}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    difficulty = Difficulty(numbers=tuple(args.numbers), digits=tuple(args.digits))
+    mixture = Mixture.load(args.mixture)
+    folder, state_file = args.out / "policy", args.out / "state.pt"
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    record: dict[str, Any] = {
+        "settings": settings, "mixture": {str(n): dict(row) for n, row in mixture.table.items()},
+        "difficulty": asdict(difficulty), "torch": torch.__version__,
+    }  # fmt: skip
+    if not args.eval_only:
+        began = time.monotonic()
+        data = make_data(args, difficulty, mixture)
+        record["data_seconds"] = round(time.monotonic() - began, 2)
+        print(
+            f"{len(data[0])} examples in {record['data_seconds']} s, mean {data[2].float().mean():.1f} tokens",
+            flush=True,
+        )
+        model = build_policy(args.kind, size=args.size, seed=args.seed)
+        if args.experts:
+            model.set_experts_implementation(args.experts)
+        record["parameters"] = sum(p.numel() for p in model.parameters())
+        with (args.out / "log.jsonl").open("a") as file:
+
+            def log(row: dict[str, Any]) -> None:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                print(json.dumps(row), flush=True)
+
+            record |= train(args, model, data, state_file, log)
+        save_policy(model, char_tokenizer(), folder)
+    problems = chain_problems(seed=0, n=args.eval_n, split="test", difficulty=difficulty)
+    record |= measure(args, folder, problems)
+    if args.device == "cuda":
+        record["device"] = torch.cuda.get_device_name()
+    temporary = args.out / ".eval.json"
+    temporary.write_text(json.dumps(record))
+    temporary.replace(args.out / "eval.json")
+    state_file.unlink(missing_ok=True)
+    for name in ("greedy", "sampled"):
+        print(brief(name, record[name]))
+    for recipe, row in record["recipes"].items():
+        print(brief(recipe, row), "minus bf16 {:+.4f} [{:+.4f}, {:+.4f}]".format(*row["minus_bf16"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
