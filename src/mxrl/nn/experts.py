@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mxrl.nn.linear import StraightThroughLinear
+from mxrl.nn.linear import straight_through
 from mxrl.nn.operands import HeldWeight, Operands, compute_dtype, quantize_operand
 
 try:
@@ -28,6 +29,7 @@ try:
 except ImportError as error:
     raise ImportError("mxrl.nn needs transformers 5.9 or later: pip install 'mxrl[train]'") from error
 
+Experts: TypeAlias = Any  # an nn.Module with the decorator's attributes (has_gate, is_transposed, ...) and parameters
 NAME = "mxrl"  # of the registered experts implementation
 KNOWN = ("Qwen3MoeExperts", "MixtralExperts", "OlmoeExperts", "GptOssExperts")  # tested; others by the same decorator
 
@@ -40,16 +42,16 @@ class ExpertsState:
     held: dict[str, HeldWeight] = field(default_factory=dict)  # by parameter name, during a rollout
 
 
-def state_of(module: nn.Module) -> ExpertsState | None:
+def state_of(module: Experts) -> ExpertsState | None:
     return getattr(module, "mxrl_state", None)
 
 
-def weight_names(module: nn.Module) -> tuple[str, str]:
+def weight_names(module: Experts) -> tuple[str, str]:
     """The fused weight parameters: the first projection and the second."""
     return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
 
-def is_known_experts(module: nn.Module) -> bool:
+def is_known_experts(module: Experts) -> bool:
     """Whether transformers' decorator dispatches `module`, and its parameters are the ones that the decorator names."""
     flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "config", "_apply_gate")
     if not all(hasattr(module, flag) for flag in flags) or not hasattr(type(module).forward, "__wrapped__"):
@@ -60,11 +62,11 @@ def is_known_experts(module: nn.Module) -> bool:
     return set(own) == weights | biases and all(own[name].ndim == 3 for name in weights)
 
 
-def contraction_dim(module: nn.Module) -> int:
+def contraction_dim(module: Experts) -> int:
     return -2 if module.is_transposed else -1
 
 
-def matrices(module: nn.Module, name: str, weight_E: Tensor) -> Iterator[tuple[str, Tensor]]:
+def matrices(module: Experts, name: str, weight_E: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The experts' own matrices, as views of the fused weight `name` (or of a tensor of its shape).
 
     Yields (canonical name below the module, view): "3.gate_proj.weight" and "3.up_proj.weight" [I, H],
@@ -81,7 +83,7 @@ def matrices(module: nn.Module, name: str, weight_E: Tensor) -> Iterator[tuple[s
             yield f"{e}.{name}.weight", weight
 
 
-def quantize_weight(module: nn.Module, name: str, weight_E: Tensor, operands: Operands) -> Tensor:
+def quantize_weight(module: Experts, name: str, weight_E: Tensor, operands: Operands) -> Tensor:
     """Q of a fused weight [E, ...], each expert's matrices as if stored apart; same shape and dtype, no gradient."""
     dim = contraction_dim(module)
     if not operands.tensor_scaled:
@@ -90,7 +92,7 @@ def quantize_weight(module: nn.Module, name: str, weight_E: Tensor, operands: Op
     return torch.cat(parts).view(weight_E.shape)
 
 
-def _project(module: nn.Module, name: str, x_SK: Tensor, operands: Operands, counts: list[int], xq: Tensor) -> Tensor:
+def _project(module: Experts, name: str, x_SK: Tensor, operands: Operands, counts: list[int], xq: Tensor) -> Tensor:
     """One projection of every expert: rows of x_SK are sorted by expert, `counts[e]` of them belong to expert e."""
     held = module.mxrl_state.held.get(name)
     if held is not None and not torch.is_grad_enabled():  # decoding: the master weight isn't even cast
@@ -104,11 +106,11 @@ def _project(module: nn.Module, name: str, x_SK: Tensor, operands: Operands, cou
     w_EOK, wq_EOK = weight.unbind(0), weight_q.unbind(0)  # unbind: one stack in backward, zeros for idle experts
     rows = zip(x_SK.split(counts), xq.split(counts), strict=True)
     busy = [(e, x, q) for e, (x, q) in enumerate(rows) if counts[e] or (e == 0 and not x_SK.shape[0])]
-    return torch.cat([StraightThroughLinear.apply(x, w_EOK[e], bias[e], q, wq_EOK[e], operands) for e, x, q in busy])
+    return torch.cat([straight_through(x, w_EOK[e], bias[e], q, wq_EOK[e], operands) for e, x, q in busy])
 
 
 def quantized_experts_forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The experts' forward pass as transformers calls it.
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mxrl.nn import experts
 from mxrl.nn.linear import QuantizedLinear
 from mxrl.nn.operands import HeldWeight, Operands, quantize_operand
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """A parameter's whole value, detached; under FSDP2 (a DTensor) gathered from all ranks."""
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
 
 # Modules that wrap another one and add a step to its path: torch.compile, checkpointing, PEFT.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"}
@@ -31,7 +39,7 @@ class QuantizedLayer:
     """A converted layer: a QuantizedLinear, or a module of fused experts."""
 
     name: str  # canonical
-    module: nn.Module
+    module: Any  # an nn.Module
     operands: Operands
 
     @property
@@ -63,13 +71,13 @@ class QuantizedLayer:
         return bool(self.module.held if self.is_linear else self.module.mxrl_state.held)
 
     def hold(self, attribute: str, weight: HeldWeight) -> None:
-        if isinstance(self.module, QuantizedLinear):
+        if self.is_linear:
             self.module.held = weight
         else:
             self.module.mxrl_state.held[attribute] = weight
 
     def drop(self) -> None:
-        if isinstance(self.module, QuantizedLinear):
+        if self.is_linear:
             self.module.held = None
         else:
             self.module.mxrl_state.held.clear()
@@ -94,7 +102,5 @@ def master_matrices(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for layer in quantized_layers(model):
         for attribute in layer.weights:
             parameter = layer.parameter(attribute)
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            with torch.no_grad():
-                for name, matrix in layer.matrices(attribute, whole.detach()):
-                    yield f"{layer.name}.{name}", matrix
+            for name, matrix in layer.matrices(attribute, full_tensor(parameter)):
+                yield f"{layer.name}.{name}", matrix

@@ -26,12 +26,23 @@ from mxrl.recipes import Recipe
 
 
 class StraightThroughLinear(torch.autograd.Function):
-    """`F.linear(xq, wq, bias)` whose gradients go to `x` and `w`, as if quantization were the identity."""
+    """`F.linear(xq, wq, bias)` whose gradients go to `x` and `w`, as if quantization were the identity.
+
+    An operand that isn't quantized is given as None (torch.compile refuses the same tensor twice).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w_OK: Tensor, bias_O: Tensor | None, xq: Tensor, wq_OK: Tensor, operands: Operands
+        ctx: Any,
+        x: Tensor,
+        w_OK: Tensor,
+        bias_O: Tensor | None,
+        xq: Tensor | None,
+        wq_OK: Tensor | None,
+        operands: Operands,
     ) -> Tensor:
+        xq = x if xq is None else xq
+        wq_OK = w_OK if wq_OK is None else wq_OK
         ctx.save_for_backward(*((x, w_OK) if operands.saves_master else (xq, wq_OK)))
         ctx.operands = operands
         return F.linear(xq, wq_OK, bias_O)
@@ -60,8 +71,8 @@ def quantized_linear(
 ) -> Tensor:
     """Q(x) · Q(weight)ᵀ + bias with straight-through gradients.
 
-    x [..., K] and weight [O, K] of any float dtypes; the result [..., O] is in the compute dtype (autocast's, else x's).
-    Gradients come back in each argument's own dtype. `held` stands in for Q(weight) during a rollout.
+    x [..., K] and weight [O, K] of any float dtypes; the result [..., O] is in the compute dtype (autocast's,
+    else x's). Gradients come back in each argument's own dtype. `held` stands in for Q(weight) during a rollout.
     """
     dtype = compute_dtype(x)
     x = x.to(dtype)
@@ -71,7 +82,15 @@ def quantized_linear(
         return F.linear(xq, held.get(dtype), bias_O)  # decoding: the master weight isn't even cast
     w_OK = weight_OK.to(dtype)
     wq_OK = quantize_operand(w_OK, operands.weight) if held is None else held.get(dtype)
-    return StraightThroughLinear.apply(x, w_OK, bias_O, xq, wq_OK, operands)
+    return straight_through(x, w_OK, bias_O, xq, wq_OK, operands)
+
+
+def straight_through(
+    x: Tensor, w_OK: Tensor, bias_O: Tensor | None, xq: Tensor, wq_OK: Tensor, operands: Operands
+) -> Tensor:
+    """xq · wqᵀ + bias, differentiated with respect to x, w and bias as `operands` says. All of one dtype."""
+    xq_or_none, wq_or_none = None if xq is x else xq, None if wq_OK is w_OK else wq_OK
+    return StraightThroughLinear.apply(x, w_OK, bias_O, xq_or_none, wq_or_none, operands)
 
 
 class QuantizedLinear(nn.Linear):

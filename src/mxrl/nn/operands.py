@@ -63,14 +63,13 @@ def quantize_operand(x: Tensor, recipe: Recipe | None, dim: int = -1) -> Tensor:
     """
     if recipe is None:
         return x
-    if torch.compiler.is_compiling():
-        return _opaque_quantize(x, str(recipe), dim)
-    return fake_quantize(x.detach(), recipe, dim=dim)
+    x = x.detach()
+    return _opaque_quantize(x, str(recipe), dim) if torch.compiler.is_compiling() else fake_quantize(x, recipe, dim=dim)
 
 
 @torch.library.custom_op("mxrl::quantize_operand", mutates_args=())
 def _opaque_quantize(x: Tensor, recipe: str, dim: int) -> Tensor:
-    return fake_quantize(x.detach(), recipe, dim=dim).contiguous()
+    return fake_quantize(x, recipe, dim=dim).contiguous()
 
 
 @_opaque_quantize.register_fake

@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mxrl.corrections import aqn_sigma, philox_normal
-from mxrl.nn.layers import QuantizedLayer, canonical_name, quantized_layers
+from mxrl.nn.layers import QuantizedLayer, canonical_name, full_tensor, quantized_layers
 from mxrl.nn.operands import HeldWeight, RolloutError
 from mxrl.recipes import Recipe, RecipeError
 
@@ -73,7 +75,8 @@ class RolloutReport:
     @property
     def effective_sigma(self) -> float:
         """‖Q(w + n) − Q(w)‖ / ‖w‖ over all noised weights; 0 without noise."""
-        change, size = (math.hypot(*column) for column in zip(*self.layers.values(), strict=True)) if self.layers else (0.0, 1.0)
+        change = math.hypot(*(change for change, _ in self.layers.values()))
+        size = math.hypot(*(size for _, size in self.layers.values()))
         return change / size if size else 0.0
 
     @property
@@ -94,7 +97,7 @@ def rollout_weights(
         before quantization. dtype: of the forward pass; by default autocast's where it is on, else each weight's own.
     The held weights are in no state dict and are dropped at the end, and the master weights stay as they are. Under
     FSDP2 every rank enters, and holds the full quantized weights.
-    Raises RolloutError for a model without converted layers, a rollout inside a rollout, and weights that change inside.
+    Raises RolloutError for a model without converted layers, a rollout inside a rollout, weights that change inside.
     """
     layers = list(quantized_layers(model))
     if not layers:
@@ -129,13 +132,8 @@ def rollout_weights(
 def reshard(model: nn.Module) -> None:
     """FSDP2: put the sharded master parameters back in place (a forward pass may have left them gathered)."""
     for module in model.modules():
-        if hasattr(module, "reshard") and hasattr(module, "unshard"):  # an FSDPModule
+        if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def full_tensor(parameter: Tensor) -> Tensor:
-    """A parameter's whole value; under FSDP2 (a DTensor) gathered from all ranks."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 def _rollout_dtype(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -149,7 +147,7 @@ def _hold(
 ) -> HeldWeight:
     """Q(w) of one stored parameter, with the noise of each matrix in it."""
     parameter = layer.parameter(attribute)
-    master = full_tensor(parameter).detach()
+    master = full_tensor(parameter)
     dtype = _rollout_dtype(master, dtype)
     name = f"{layer.name}.{attribute}"
     clean = layer.quantize(attribute, master.to(dtype))
@@ -175,7 +173,7 @@ class _NoisedNorm:
 
     @classmethod
     def apply(cls, name: str, parameter: nn.Parameter, noise: Noise, report: RolloutReport) -> _NoisedNorm:
-        whole = full_tensor(parameter).detach()
+        whole = full_tensor(parameter)
         wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
         noised = (wide + noise(name, whole)).to(whole.dtype)
         original = parameter.detach().clone()
@@ -190,11 +188,8 @@ class _NoisedNorm:
 
 def _like(whole: Tensor, parameter: Tensor) -> Tensor:
     """`whole` sharded as `parameter` is; every rank has the same `whole`, so nothing is sent."""
-    if not hasattr(parameter, "full_tensor"):
+    if not isinstance(parameter, DTensor):
         return whole
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(parameter, DTensor)
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
@@ -213,4 +208,5 @@ def _block_norms(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             found = True
             yield f"{name}.weight", weight
     if not found:
-        raise RecipeError(f"aqn_target=norm: {type(model).__name__} has no RMSNorm in its blocks; use aqn_target=weight")
+        name = type(model).__name__
+        raise RecipeError(f"aqn_target=norm: {name} has no RMSNorm in its blocks; use aqn_target=weight")
