@@ -129,7 +129,8 @@ def quantized_experts_forward(
     x_TH = hidden_states.to(compute_dtype(hidden_states))
     xq_TH = quantize_operand(x_TH, operands.activation)
     first, second = weight_names(self)
-    hidden = _project(self, first, x_TH[token_S], operands, counts, xq_TH[token_S])
+    x_SH = x_TH[token_S]
+    hidden = _project(self, first, x_SH, operands, counts, x_SH if xq_TH is x_TH else xq_TH[token_S])
     inner_SI = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
     inner_q = quantize_operand(inner_SI, operands.activation)
     y_SH = _project(self, second, inner_SI, operands, counts, inner_q)
@@ -137,7 +138,7 @@ def quantized_experts_forward(
     y_SH = y_SH * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
     # Back to token order, and a sum over the A experts of a token: no atomics, so the same bits every time.
     y_SH = y_SH[torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))]
-    return y_SH.view(tokens, active, -1).sum(dim=1).to(hidden_states.dtype)
+    return y_SH.view(tokens, active, y_SH.shape[-1]).sum(dim=1).to(hidden_states.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, quantized_experts_forward)
