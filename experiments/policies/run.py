@@ -228,7 +228,10 @@ def measure(args: argparse.Namespace, folder: Path, problems: list[Problem]) -> 
     common: dict[str, Any] = {"reward": chain_reward, "max_new_tokens": budget, "style": style_of, "batch_size": 2048}
 
     def loaded() -> Any:
-        return load_folder(folder, dtype=torch.bfloat16)[0].to(args.device)
+        model = load_folder(folder, dtype=torch.bfloat16)[0].to(args.device)
+        if args.experts:
+            model.set_experts_implementation(args.experts)
+        return model
 
     tokenizer = char_tokenizer()
     greedy = evaluate(loaded(), tokenizer, problems, **common)

@@ -173,6 +173,19 @@ def test_greedy_decoding_is_the_argmax_of_full_passes(tiny, tokenizer):
         assert out.entropy[prompts.index(prompt)] == pytest.approx(entropy, rel=1e-4)
 
 
+def test_a_row_that_ended_counts_no_further_tokens(tokenizer):
+    model = build_policy("dense", size="tiny", seed=1).eval()
+    prompts = ["12+3*4=", "7-1=", "1234+4321-9=", "8*8="]
+    free = decode(model, tokenizer, prompts, max_new_tokens=12)
+    stop = free.texts[0][5]
+    model.generation_config.eos_token_id = [2, tokenizer(stop)["input_ids"][0]]
+    out = decode(model, tokenizer, prompts, max_new_tokens=12)
+    for text, tokens, finished, before in zip(out.texts, out.tokens, out.finished, free.texts, strict=True):
+        head, found, _ = before.partition(stop)
+        assert (text, tokens, finished) == (head + found, len(head + found), bool(found))
+    assert out.entropy[0] < free.entropy[0] and len(set(out.tokens)) > 1
+
+
 def test_sampling_repeats_with_its_seed_and_leaves_the_global_state(tiny, tokenizer):
     before = torch.get_rng_state()
     a, b, c = (
@@ -278,11 +291,11 @@ def test_the_loss_is_of_the_completion_alone(script, kind):
     assert (aux is None) == (kind == "dense")
 
 
-COMMON = "--size tiny --batch 16 --examples 300 --eval-n 8 --eval-samples 2 --warmup 2 --device cpu --log-every 1 --workers 1"
+COMMON = "--size tiny --batch 16 --examples 300 --eval-n 8 --eval-samples 2 --warmup 2 --device cpu"
 
 
 def run(script, out, *more):
-    return script.main(["--out", str(out), *COMMON.split(), *more])
+    return script.main(["--out", str(out), *COMMON.split(), "--log-every", "1", "--workers", "1", *more])
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

@@ -229,6 +229,7 @@ def test_dapo_from_a_parquet_file_drops_its_repeats_and_splits_by_the_text(tmp_p
     file = tmp_path / "dapo.parquet"
     parquet.write_table(pa.Table.from_pylist(rows), file)
     train, test = (load_task("dapo-math", path=str(file), split=split, seed=0) for split in ("train", "test"))
+    assert all(p.meta["index"] < 200 for p in train + test)  # the first of the repeats
     assert len(train) + len(test) == 200 and 0 < len(test) < 40
     texts = {problem.prompt[0]["content"] for problem in train + test}
     assert len(texts) == 200
