@@ -2,8 +2,8 @@
 
 Slow and plain on purpose: this is what every vectorised implementation is compared with, bit for bit. It imports
 nothing from mxrl, torch or numpy; a number is a Python float (every float16, bfloat16, float32 and float64 value is one
-exactly) and every operation is exact (`fractions.Fraction` or whole numbers), then rounded once, by `round_to`, where the
-arithmetic rounds.
+exactly) and every operation is exact (`fractions.Fraction` or whole numbers), then rounded once, by `round_to`, where
+the arithmetic rounds.
 
     x_RK    rows of K numbers, quantized in blocks along K
     A       the arithmetic's format: float64 for float64 tensors, float32 for everything else

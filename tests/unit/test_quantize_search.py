@@ -1,7 +1,7 @@
 """MBS with a searched prescale against the scalar oracle: the chosen k, the codes and the values, bit for bit.
 
-The search quantizes everything 16, 32 or 256 times, so the oracle sees the cases where macro-blocks can go wrong: nearly
-all of them in bf16, the small ones in the other dtypes.
+The search quantizes everything 16, 32 or 256 times, so the oracle sees the cases where macro-blocks can go wrong:
+nearly all of them in bf16, the small ones in the other dtypes.
 """
 
 from __future__ import annotations
