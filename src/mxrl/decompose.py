@@ -208,7 +208,7 @@ def _chunks(x: Tensor, recipe: Recipe | Quantizer, dim: int, fmt: BlockFormat | 
         if foreign is not None:
             quantized = to_blocks(foreign[where], reference)
         elif isinstance(recipe, Recipe) and recipe.quantizes:
-            done, quantized = passes(blocks, recipe, torch.finfo(blocks.dtype).max, tensor_scale)
+            done, quantized = passes(blocks, recipe, torch.finfo(x.dtype).max, tensor_scale)
             effective = done[0].scale.value.double() / (1 if recipe.rule != "ideal" else fmt.q_max)
             if done[0].mantissa is not None:
                 p = (256 + done[0].mantissa.double()) / 256

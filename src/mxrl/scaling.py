@@ -140,10 +140,12 @@ NVFP4_SCALE_MAX = {"": E4M3.max, "4over6": 256.0}  # 4/6 leaves room: a block sc
 
 
 def nvfp4_tensor_scale(amax: Tensor, rule: str) -> Tensor:
-    """The scale of a tensor with finite maximum `amax`: amax / (6 · 448), or / (6 · 256) under 4over6; 0 for zeros."""
-    smallest = 2.0**-149 if amax.dtype == torch.float32 else 2.0**-1074
-    scale = amax / (6.0 * NVFP4_SCALE_MAX[rule])
-    return torch.where((amax > 0) & (scale == 0), smallest, scale)
+    """The float32 scale of a tensor with finite maximum `amax`: amax / (6 · 448), or / (6 · 256) under 4over6; 0 for zeros.
+
+    It is float32 for a float64 tensor too, as it is stored, within [2^-149, the largest float32].
+    """
+    scale = (amax / (6.0 * NVFP4_SCALE_MAX[rule])).clamp(max=torch.finfo(torch.float32).max).to(torch.float32)
+    return torch.where((amax > 0) & (scale == 0), 2.0**-149, scale)
 
 
 def _e4m3_scale(m: Tensor, fmt: BlockFormat, tensor_scale: Tensor, factor: float) -> tuple[Tensor, Tensor]:
@@ -177,7 +179,7 @@ def from_grid(grid: Tensor, scale_value: Tensor, fmt: BlockFormat, rule: str) ->
     """Signed grid values [..., n] and scales [...] -> values, rounded once to grid's dtype."""
     s = scale_value.unsqueeze(-1)
     if rule == "ideal":
-        return (grid.double() * s.double() / fmt.q_max).to(grid.dtype)
+        return (grid.double() / fmt.q_max * s.double()).to(grid.dtype)  # this order: grid · s could overflow float64
     return grid * s
 
 
