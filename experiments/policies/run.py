@@ -302,6 +302,9 @@ def main(argv: list[str] | None = None) -> int:
         save_policy(model, char_tokenizer(), folder)
     problems = chain_problems(seed=0, n=args.eval_n, split="test", difficulty=difficulty)
     record |= measure(args, folder, problems)
+    if args.eval_only and (args.out / "eval.json").exists():  # what is known of the training stays
+        earlier = json.loads((args.out / "eval.json").read_text())
+        record = {**earlier, **record, "settings": earlier["settings"], "eval_settings": settings}
     if args.device == "cuda":
         record["device"] = torch.cuda.get_device_name()
     temporary = args.out / ".eval.json"
