@@ -76,7 +76,7 @@ def test_equal_policies_have_no_gap():
 
 
 def test_estimators_agree_with_the_exact_divergences():
-    """Two known distributions: KL(rollout‖train) and χ²(train‖rollout) in closed form, sampled exactly in proportion."""
+    """KL(rollout‖train) and χ²(train‖rollout) of two known distributions, with tokens in exact proportion."""
     p_rollout, p_train = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
     tokens = torch.tensor([0, 0, 1, 2])  # in proportion to p_rollout
     r = torch.tensor(p_rollout, dtype=torch.float64).log()[tokens]

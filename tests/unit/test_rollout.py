@@ -120,12 +120,6 @@ def test_mode_and_gradients_are_left_as_they_were(model):
     model.train()
 
 
-def test_a_scorer_replaces_the_log_probabilities(model):
-    got = draw(model, scorer=lambda ids, mask, c: score(model, ids, mask, c).logps, batch_size=2)
-    full = score(model, *got.inputs(), got.completion_ids.shape[1], chunk=2)
-    torch.testing.assert_close(got.logps, full.logps * got.completion_mask, rtol=0, atol=NOISE)
-
-
 def test_decode_gap(model):
     got = draw(model, PROMPTS * 4)
     gap = decode_gap(model, got)

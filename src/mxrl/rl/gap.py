@@ -136,22 +136,20 @@ def gap_stats(logp_train: Tensor, logp_rollout: Tensor, mask: Tensor, *, cap: fl
     excess = torch.expm1(delta)
     mean_train, mean_rollout = train.mean(), rollout.mean()
     centred_train, centred_rollout = train - mean_train, rollout - mean_rollout
-    values = torch.stack(
-        [
-            count.double(),
-            delta.sum(),
-            delta.abs().sum(),
-            delta.abs().max(),
-            (excess - delta).sum(),
-            excess.sum(),
-            (excess * excess).sum(),
-            (delta > math.log(cap)).sum().double(),
-            mean_train,
-            mean_rollout,
-            (centred_train * centred_train).sum(),
-            (centred_rollout * centred_rollout).sum(),
-            (centred_train * centred_rollout).sum(),
-        ]
-    ).tolist()
-    n = train.numel()
-    return GapStats(n, round(values[0]) - n, *values[1:7], round(values[7]), *values[8:])
+    sums = {
+        "sum_delta": delta.sum(),
+        "sum_abs": delta.abs().sum(),
+        "max_abs": delta.abs().max(),
+        "sum_k3": (excess - delta).sum(),
+        "sum_excess": excess.sum(),
+        "sum_excess_sq": (excess * excess).sum(),
+        "truncated": (delta > math.log(cap)).sum().double(),
+        "mean_train": mean_train,
+        "mean_rollout": mean_rollout,
+        "var_train": (centred_train * centred_train).sum(),
+        "var_rollout": (centred_rollout * centred_rollout).sum(),
+        "cov": (centred_train * centred_rollout).sum(),
+    }
+    values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))  # one transfer
+    truncated = round(values.pop("truncated"))
+    return GapStats(train.numel(), int(count) - train.numel(), truncated=truncated, **values)

@@ -17,7 +17,7 @@ distribution that the training pass never computes, and the ratio of the two is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from mxrl.rl.gap import GapStats, gap_stats
-
-Scorer = Callable[[Tensor, Tensor, int], Tensor]  # ids [b, P+C], mask [b, P+C], C -> log-probabilities [b, C]
 
 
 class SamplingError(ValueError):
@@ -184,7 +182,6 @@ def sample(
     greedy: bool = False,
     seed: int | None = None,
     batch_size: int | None = None,
-    scorer: Scorer | None = None,
 ) -> Rollout:
     """Draw one completion for each prompt with cached decoding.
 
@@ -194,8 +191,6 @@ def sample(
     temperature: of the draw and of the recorded log-probabilities; with greedy=True of the latter only.
     seed: the draw is a function of (weights, prompts, seed); None takes the global generator.
     batch_size: sequences decoded together (None: all).
-    scorer: replaces the recorded log-probabilities by the scorer's, computed for each batch right after it is drawn
-        ("forward" scoring: rollout and training through the same pass). Entropies and argmax stay decoding's.
     Raises ValueError on no prompts, an empty prompt, or a temperature that isn't positive.
     """
     if not prompts or not all(prompts):
@@ -223,11 +218,7 @@ def sample(
             record = RecordLogProbs(temperature)
             out = _generate(model, ids, mask, config, record)[:, ids.shape[1] :]
             record.take(out[:, -1])
-            part = _finish(ids, mask, out, record, eos, pad_token_id)
-            if scorer is not None:
-                logps = scorer(*part.inputs(), part.completion_ids.shape[1])
-                part = _replace_logps(part, logps)
-            parts.append(part)
+            parts.append(_finish(ids, mask, out, record, eos, pad_token_id))
     return parts[0] if len(parts) == 1 else _concatenate(parts, pad_token_id)
 
 
@@ -240,11 +231,6 @@ def _finish(ids: Tensor, mask: Tensor, out: Tensor, record: RecordLogProbs, eos:
     stack = [torch.stack(rows[:width], dim=1) for rows in (record.logps, record.entropies, record.argmax)]
     logps, entropies, argmax = (t.masked_fill(~alive, 0) for t in stack)
     return Rollout(ids, mask, out[:, :width].masked_fill(~alive, pad), alive, logps, entropies, argmax)
-
-
-def _replace_logps(part: Rollout, logps: Tensor) -> Rollout:
-    values = {**vars(part), "logps": logps.float().masked_fill(~part.completion_mask, 0)}
-    return Rollout(**values)
 
 
 def _concatenate(parts: list[Rollout], pad: int) -> Rollout:

@@ -1,0 +1,1 @@
+"""The only places that import a training framework: `trl` (GRPO), `verl`."""

@@ -1,0 +1,478 @@
+"""GRPO on a quantized policy: TRL's trainer, with the rollout through quantized weights and its gap to training known.
+
+    trainer = GRPOTrainer(model, reward_funcs, args, train_dataset, recipe="mxfp4+mbs+of+aqn")      # TRL's, plus recipe
+
+One step, and where this module comes in:
+
+    weights ──Q(w + AQN noise)──> rollout policy ──sample──> tokens, logp_rollout     QuantizedRollout (ours)
+    weights ──Q(w)─────────────> training policy ──score──> logp_train, no gradient   TRL, before the update
+    TIS weight  min(exp(logp_train − logp_rollout), C), C = 2                          TRL, configured here
+    reward, advantage, clipped loss, update of the unquantized master weights          TRL
+
+TRL computes importance weights for vLLM only. So the trainer is built without vLLM, and then given an object with
+vLLM's two methods (`sync_weights`, `generate`). That leans on TRL's internals, all of it in this file; what must hold
+of them is listed and checked in trl_contract.py, and another minor version of TRL is refused if anything moved.
+
+Randomness. Everything drawn for a rollout comes from (seed, rollout batch, rank), AQN's noise from (seed, rollout,
+parameter name): a run that resumes draws what it would have drawn, and two recipes with one seed see the same prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.grpo_config import GRPOConfig as TrlConfig
+from trl.trainer.grpo_trainer import GRPOTrainer as TrlTrainer
+from trl.trainer.utils import RepeatSampler, create_model_from_path, get_config_model_id
+
+import mxrl
+from mxrl.corrections import aqn_sigma
+from mxrl.integrations.trl_contract import check_version
+from mxrl.nn import aqn_noise, rollout_weights
+from mxrl.nn.weights import Noise, RolloutReport
+from mxrl.recipes import Recipe
+from mxrl.rl.gap import gap_stats
+from mxrl.rl.monitor import distinct, logit_noise, weight_stats
+from mxrl.rl.rewards import text_of
+from mxrl.rl.rollout import NEUTRAL, decode_gap, left_pad, refuse_biased_sampling, sample, seeded
+from mxrl.rl.steps import StepRecord
+
+STATE_FILE = "mxrl_state"  # in every checkpoint; written last, so a checkpoint that has it is complete
+SCORES = ("decode", "forward")
+TRL_TIS = ("sequence_mask", 3.0)  # TRL's defaults of mode and C, which a plain trl.GRPOConfig can't be told from
+DECODE_ROWS = 32  # sequences of a rollout that the monitor scores again by a full pass
+
+# --- configuration ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GRPOConfig(TrlConfig):
+    """trl.GRPOConfig with token-level truncated importance sampling at C = 2 as the default."""
+
+    vllm_importance_sampling_mode: str = field(default="token_truncate")
+    vllm_importance_sampling_clip_max: float | None = field(default=2.0)
+
+
+class UnsupportedError(ValueError):
+    """A setting of TRL's under which the quantized rollout would be bypassed or biased."""
+
+
+def _pin(args: Any, extra: dict[str, Any]) -> None:
+    """Refuse what bypasses the quantized rollout or biases it; pin TIS where the config has only TRL's defaults."""
+    refuse_biased_sampling({name: getattr(args, name, None) for name in NEUTRAL}, "GRPOConfig")
+    refuse_biased_sampling(args.generation_kwargs or {}, "GRPOConfig.generation_kwargs")
+    for name in ("use_vllm", "use_transformers_continuous_batching"):
+        if getattr(args, name):
+            raise UnsupportedError(f"GRPOConfig {name}=True would bypass the quantized rollout; leave it off")
+    for name in ("rollout_func", "tools", "environment_factory"):
+        if extra.get(name):
+            raise UnsupportedError(f"GRPOTrainer {name}: only single-turn rollouts are quantized; leave it out")
+    if not isinstance(args, GRPOConfig) and TRL_TIS == (
+        args.vllm_importance_sampling_mode,
+        args.vllm_importance_sampling_clip_max,
+    ):
+        args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max = "token_truncate", 2.0
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient is NaN or infinite; the message says at which step and what was measured there."""
+
+
+class EpochRepeatSampler(RepeatSampler):
+    """TRL's sampler, but each epoch's order is a function of (seed, epoch), so that a resumed epoch is the same one."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) + self.epoch)
+        return super().__iter__()
+
+
+def derived_seed(*parts: object) -> int:
+    """63 bits from any values, the same in every process and run."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+# --- the rollout -----------------------------------------------------------------------------------------------------
+
+
+class QuantizedRollout:
+    """What TRL takes for vLLM: draws AQN's noise when the weights are synchronized, then samples from the policy."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        self.trainer = trainer
+        self.rollout = -1  # t of AQN's schedule: the number of training syncs before this one
+        self.synced_step = -1  # global step of the last training sync
+
+    def sync_weights(self) -> None:
+        """TRL calls it once before the first generation of each new global step."""
+        if self.trainer.model.training:
+            self.rollout += 1
+            self.synced_step = self.trainer.state.global_step
+
+    def noise(self) -> Noise | None:
+        total = self.trainer.total_rollouts
+        return aqn_noise(self.trainer.recipe, self.trainer.args.seed, min(self.rollout, total - 1), total)
+
+    def generate(
+        self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+        """(prompts, completion ids, [[[log-probability] a token] a sequence], None), as vLLM's wrapper returns it.
+
+        prompts hold each prompt num_generations times. In evaluation there is no noise, and no rollout is counted.
+        """
+        if images is not None:
+            raise UnsupportedError("GRPOTrainer: rollouts with images are not supported")
+        trainer = self.trainer
+        training = trainer.model.training
+        with trainer.record.phase("rollout"), profiler or nullcontext():
+            with trainer.rollout_policy(self.noise() if training else None) as (model, report):
+                rollout = sample(
+                    model,
+                    prompts,
+                    max_new_tokens=trainer.max_completion_length,
+                    eos_token_id=trainer.eos_token_ids,
+                    pad_token_id=trainer._tokenizer.pad_token_id,
+                    temperature=trainer.temperature,
+                    batch_size=trainer.rollout_batch_size,
+                )
+                logps = rollout.logps
+                if trainer.score == "forward":
+                    logps = trainer._score_as_training(rollout.inputs(), rollout.completion_ids.shape[1])
+                if training:
+                    trainer._rollout_drawn(model, rollout, report)
+        if not training:
+            trainer._last_loaded_step = self.synced_step  # an evaluation must not use up this step's sync
+        lengths = rollout.completion_mask.sum(1).tolist()
+        nested = [[[lp] for lp in row[:n]] for row, n in zip(logps.tolist(), lengths, strict=True)]
+        return prompts, rollout.completions(), nested, None
+
+
+class GRPOTrainer(TrlTrainer):
+    """trl.GRPOTrainer whose policy is quantized as `recipe` says, in rollout and in training.
+
+    Arguments beyond TRL's (all by keyword):
+        recipe: text or Recipe. "bf16" takes the same path without quantization, as the baseline to compare with.
+        score: where logp_rollout comes from. "decode": recorded while sampling with the cache (what an inference
+            engine gives). "forward": the rollout's tokens scored by the very pass that training uses.
+        answer_of: completion text -> what counts as its answer, for the number of distinct answers a group.
+        contexts: texts on which the logit noise is measured (default: the first prompts of train_dataset).
+        monitor_every: every how many rollouts weights, logit noise and decoding gap are measured; 0 never.
+        rollout_batch_size: sequences decoded together (default: all of a rollout).
+
+    The master weights are never written by a rollout. `conversion` is the report of what was converted, `pinned` the
+    settings that decide the objective. Raises UnsupportedError or SamplingError, one line each, for settings that would
+    bypass or bias the rollout, and NonFiniteError during training.
+    """
+
+    # TRL's attributes, declared wider or narrower there than what they hold
+    model: Any
+    args: Any
+    train_dataset: Any
+    accelerator: Any
+    num_generations: Any
+    num_generations_eval: Any
+    _tokenizer: Any
+    _buffered_inputs: Any
+    max_completion_length: Any
+    pad_to_multiple_of: Any
+    vllm_generation: Any
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: TrlConfig | None = None,
+        *rest: Any,
+        recipe: str | Recipe,
+        score: str = "decode",
+        answer_of: Callable[[str], Hashable] | None = None,
+        contexts: Sequence[str] | None = None,
+        monitor_every: int = 25,
+        rollout_batch_size: int | None = None,
+        **kwargs: Any,
+    ):
+        check_version()
+        if score not in SCORES:
+            raise UnsupportedError(f"GRPOTrainer score='{score}': possible are {' and '.join(SCORES)}")
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = GRPOConfig(f"{name.split('/')[-1]}-GRPO")
+        _pin(args, kwargs)
+        args.logging_nan_inf_filter = False  # it would replace a NaN loss by an average; ours stops
+        self.recipe = Recipe.parse(recipe)
+        self.score, self.answer_of, self.contexts = score, answer_of, contexts
+        self.monitor_every, self.rollout_batch_size = monitor_every, rollout_batch_size
+        if isinstance(model, str):  # as TRL loads it, but converted before PEFT wraps it, and on one device
+            options: Any = args.model_init_kwargs or {}
+            model = create_model_from_path(model, **{"device_map": None, **options})
+        self.conversion = mxrl.convert(model, self.recipe)
+        super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        if args.cast_lm_head_to_fp32:
+            _without_autocast(self.accelerator.unwrap_model(self.model).get_output_embeddings())
+        self.vllm_generation = QuantizedRollout(self)
+        self._last_loaded_step = -1
+        self.use_vllm = True  # from here on, TRL's importance sampling is on
+        self.record = StepRecord(self.accelerator.device)
+        self._context_ids: tuple[Tensor, Tensor] | None = None
+        if self.accelerator.is_main_process:
+            print(f"mxrl GRPO: {', '.join(f'{k} {v}' for k, v in self.pinned.items())}", flush=True)
+
+    def _send_telemetry(self) -> None:
+        """TRL reports usage to its authors; a run of ours stays at home."""
+
+    @property
+    def pinned(self) -> dict[str, Any]:
+        """The settings that decide the objective, for the record."""
+        args = self.args
+        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        tis = f"{args.vllm_importance_sampling_mode} C={args.vllm_importance_sampling_clip_max:g}" if (
+            args.vllm_importance_sampling_correction and args.vllm_importance_sampling_clip_max is not None
+        ) else str(args.vllm_importance_sampling_correction and args.vllm_importance_sampling_mode)  # fmt: skip
+        return {
+            "recipe": str(self.recipe),
+            "loss": args.loss_type,
+            "scale_rewards": args.scale_rewards,
+            "beta": args.beta,
+            "clip": f"[{1 - args.epsilon:g}, {1 + high:g}]",
+            "updates_per_rollout": self.updates_per_rollout,
+            "iterations": args.num_iterations,
+            "TIS": tis,
+            "temperature": args.temperature,
+            "score": self.score,
+        }
+
+    @property
+    def updates_per_rollout(self) -> float:
+        """Optimizer steps for each rollout, reuse of its samples (num_iterations) included."""
+        updates = self.args.steps_per_generation * self.args.num_iterations / self.args.gradient_accumulation_steps
+        return int(updates) if updates == int(updates) else updates
+
+    @property
+    def total_rollouts(self) -> int:
+        """T of AQN's schedule: how many times this run synchronizes its weights."""
+        steps = self.state.max_steps if self.state.max_steps > 0 else self.args.max_steps
+        return max(1, math.ceil(steps / max(1, self.updates_per_rollout)))
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Autocast's dtype; None where the model computes in its weights' own."""
+        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+
+    # --- rollout ---
+
+    @contextmanager
+    def rollout_policy(self, noise: Noise | None = None) -> Iterator[tuple[Any, RolloutReport]]:
+        """(model, report): inside, the model's quantized weights are computed once, under the run's autocast."""
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        with self.accelerator.autocast(), rollout_weights(model, noise, dtype=self.compute_dtype) as report:
+            yield model, report
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """What is drawn here (tokens, the batch's shuffle) is a function of the seed and the place in the run."""
+        mode = "train" if self.model.training else "eval"
+        place = (
+            self._step if mode == "train" else (self.state.global_step, len(self._metrics["eval"].get("reward", ())))
+        )
+        with seeded(derived_seed(self.args.seed, mode, place, self.accelerator.process_index), self.accelerator.device):
+            return super()._prepare_inputs(generation_batch)
+
+    def _score_as_training(self, inputs: tuple[Tensor, Tensor], length: int) -> Tensor:
+        """Log-probabilities by TRL's own pass, in the shapes and batches in which it will score them again."""
+        ids, mask = inputs
+        if self.pad_to_multiple_of:
+            left = -(ids.shape[1] - length) % self.pad_to_multiple_of
+            right = -length % self.pad_to_multiple_of
+            ids = nn.functional.pad(ids, (left, right), value=self._tokenizer.pad_token_id)
+            mask = nn.functional.pad(mask, (left, right), value=0)
+            length += right
+        size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            return self._get_per_token_logps_and_entropies(self.model, ids, mask, length, batch_size=size)[0]
+
+    def _rollout_drawn(self, model: Any, rollout: Any, report: RolloutReport) -> None:
+        """Metrics that need the rollout's own weights, which are dropped right after."""
+        t, total = self.vllm_generation.rollout, self.total_rollouts
+        own = {
+            "rollout": float(t),
+            "rollout/entropy": rollout.entropy,
+            "rollout/tokens": float(rollout.tokens),
+            "aqn/sigma": aqn_sigma(min(t, total - 1), total, *self.recipe.aqn) if self.recipe.aqn else 0.0,
+            "aqn/effective_sigma": report.effective_sigma,
+        }
+        if self._monitors():
+            rows = slice(0, DECODE_ROWS)
+            part = type(rollout)(**{name: value[rows] for name, value in vars(rollout).items()})
+            with self.record.phase("monitor"):
+                own.update(decode_gap(model, part, temperature=self.temperature, chunk=DECODE_ROWS).metrics())
+        self.record.rollout = own
+
+    def _monitors(self) -> bool:
+        return self.monitor_every > 0 and self.vllm_generation.rollout % self.monitor_every == 0
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            self._measure(output)
+        return output
+
+    def _measure(self, output: dict[str, Any]) -> None:
+        """The gap between rollout and training, and now and then the weights and the logit noise."""
+        train = output.get("old_per_token_logps")
+        if train is None:  # importance sampling is switched off: TRL didn't need it
+            ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+            mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+            train = self._score_as_training((ids, mask), output["completion_ids"].shape[1])
+        cap = self.args.vllm_importance_sampling_clip_max
+        stats = gap_stats(
+            train, output["sampling_per_token_logps"], output["completion_mask"], cap=math.inf if cap is None else cap
+        )
+        for part in gather_object([stats]):
+            self.record.gap = self.record.gap + part
+        self.record.fresh = True
+        if not self._monitors():
+            return
+        with self.record.phase("monitor"):
+            model = self.accelerator.unwrap_model(self.model_wrapped)
+            if self.recipe.quantizes:
+                weights = weight_stats(model, dtype=self.compute_dtype)
+                if weights is not None:
+                    self.record.rollout["weights/rel_mse"] = weights.rel_mse
+                    self.record.rollout["weights/deadzone"] = weights.deadzone_fraction
+                    self.record.rollout["weights/cos"] = weights.cos_scale_grid
+                with self.accelerator.autocast():
+                    self.record.rollout["logits/sigma_eta"] = logit_noise(model, *self._contexts())
+
+    def _contexts(self, count: int = 8) -> tuple[Tensor, Tensor]:
+        """Token ids and mask of the fixed contexts of the logit noise."""
+        if self._context_ids is None:
+            if self.contexts is not None:
+                ids = [self._tokenizer(text)["input_ids"] for text in self.contexts]
+            else:
+                rows = [row["prompt"] for row, _ in zip(self.train_dataset, range(count), strict=False)]
+                ids = self._tokenize_prompts(rows)[0]
+            self._context_ids = left_pad(ids, self._tokenizer.pad_token_id, self.accelerator.device)
+        return self._context_ids
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        with self.record.phase("reward"):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        mode = "train" if self.model.training else "eval"
+        group = self.num_generations if mode == "train" else self.num_generations_eval
+        right = (rewards[:, 0] >= 1).float().mean().item() if rewards.shape[1] else math.nan
+        self._metrics[mode]["accuracy"].append(right)  # the first reward judges correctness
+        if len(completions) % group == 0:
+            texts = [text_of(c) for c in completions]
+            answers = [self.answer_of(t) for t in texts] if self.answer_of else texts
+            self._metrics[mode]["group/distinct_answers"].append(distinct(answers, group))
+        return rewards
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if torch.is_grad_enabled() else self.record.phase("score"):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        theirs: Any = super()._get_train_sampler(dataset)
+        ours = EpochRepeatSampler(theirs.data_source, theirs.mini_repeat_count)
+        vars(ours).update(vars(theirs))
+        return ours
+
+    # --- training, logging ---
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.record.phase("update"):  # less the phases inside it: rollout, reward, score, monitor
+            loss = super().training_step(*args, **kwargs)
+        if not bool(torch.isfinite(loss).all()):
+            raise NonFiniteError(self._diagnosis("loss", float(loss)))
+        return loss
+
+    def _diagnosis(self, what: str, value: float) -> str:
+        seen = [f"{name} {number:.3g}" for name, number in {**self.record.rollout, **self.record.gap.metrics()}.items()
+                if name in ("rollout/entropy", "gap/mean_abs", "gap/max_abs", "aqn/sigma")]  # fmt: skip
+        return (
+            f"step {self.state.global_step + (what == 'loss')}: the {what} is {value} ({', '.join(seen)}); "
+            f"recipe {self.recipe}, learning rate {self.args.learning_rate:g}: training can't go on from here"
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.model.training and "loss" in logs:
+            norm = logs.get("grad_norm")
+            if norm is not None and not math.isfinite(norm):
+                raise NonFiniteError(self._diagnosis("gradient norm", float(norm)))
+            logs.update(self.record.metrics(self._metrics["train"]))
+        super().log(logs, start_time)
+
+    # --- checkpoints ---
+
+    def _state_path(self, checkpoint: str | Path) -> Path:
+        return Path(checkpoint) / f"{STATE_FILE}-{self.accelerator.process_index}.pt"
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        state = {
+            "recipe": str(self.recipe),
+            "rollout": self.vllm_generation.rollout,
+            "synced_step": self.vllm_generation.synced_step,
+            "step": self._step,
+            # Samples that are still to be trained on; between two rollouts there are none.
+            "buffered": self._buffered_inputs if self._step % generate_every else None,
+            "own": self.record.rollout,
+            "carried": self.record.carried,
+        }
+        folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        path = self._state_path(os.path.join(self._get_output_dir(trial=trial), folder))
+        torch.save(state, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        path = self._state_path(checkpoint)
+        if not path.is_file():
+            raise RuntimeError(f"{checkpoint} is no complete checkpoint of mxrl's trainer ({path.name} is missing)")
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        if state["recipe"] != str(self.recipe):
+            raise RuntimeError(f"{checkpoint} is of recipe {state['recipe']}, this run's is {self.recipe}")
+        self.vllm_generation.rollout, self.vllm_generation.synced_step = state["rollout"], state["synced_step"]
+        self._last_loaded_step, self._step = state["synced_step"], state["step"]
+        self._buffered_inputs, self.record.rollout, self.record.carried = (
+            state["buffered"],
+            state["own"],
+            state["carried"],
+        )
+
+
+def _without_autocast(head: nn.Module) -> None:
+    """TRL's float32 head runs under autocast while decoding, and in bf16 therefore; in training it doesn't."""
+    forward = head.forward
+
+    def plain(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return forward(hidden)
+
+    head.forward = plain  # type: ignore[method-assign]
+
+
+def complete_checkpoints(folder: str | Path) -> list[Path]:
+    """Checkpoints under `folder` that were written to the end, oldest first."""
+    found = [p for p in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (p / f"{STATE_FILE}-0.pt").is_file()]
+    return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))

@@ -1,0 +1,186 @@
+"""The configuration of a GRPO run: one flat, frozen object, from Python, a YAML file or the command line.
+
+    TrainConfig.from_options("run.yaml", recipe="mxfp4+mbs+of", lr=2e-4)     the file, then the options over it
+
+A *step* is one rollout of prompts_per_step × samples_per_prompt completions and the updates made from it. What decides
+the objective (loss, clip range, β = 0, TIS, updates a rollout) is here with its value, and printed when a run starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mxrl.recipes import Recipe
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be: one line that names the option and what would work."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """See the module. Defaults suit the shipped policies of a few million parameters (`policy:dense`, `policy:moe`)."""
+
+    recipe: str = "mxfp4+mbs+of+aqn"
+    model: str = "policy:dense"  # or policy:moe, a Hugging Face folder, a hub id
+    task: str = "chain"
+    task_options: dict[str, Any] = field(default_factory=dict)
+    out: str = "runs/train"
+    seed: int = 0  # of the problems, their order, the samples and AQN's noise
+    steps: int = 100
+    # the rollout
+    prompts_per_step: int = 64
+    samples_per_prompt: int = 8
+    temperature: float = 1.0
+    max_new_tokens: int | None = None  # None: 128 for chain, 300 for the others
+    score: str = "decode"  # where the rollout's log-probabilities come from: decode, or forward (training's own pass)
+    rollout_batch: int | None = None  # sequences decoded together; None: all of a step's
+    # the objective
+    loss: str = "dapo"
+    scale_rewards: str = "group"
+    clip: float = 0.2
+    clip_high: float = 0.2
+    tis_cap: float = 2.0
+    updates_per_rollout: int = 1  # mini-batches that a step's samples are split into
+    iterations: int = 1  # passes over a step's samples
+    # the optimizer: AdamW, constant learning rate after the warm-up
+    lr: float = 1e-4
+    warmup: int = 0  # optimizer steps
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    micro_batch: int | None = None  # sequences a forward-backward pass; None: 1024 on a GPU, 64 on a CPU
+    # numbers and devices
+    device: str = "auto"  # cuda where there is one
+    precision: str = "auto"  # bf16 (autocast over float32 master weights) on a GPU that has it, else fp32
+    lm_head_fp32: bool = False
+    gradient_checkpointing: bool = False
+    # measuring and keeping
+    eval_every: int = 20  # steps; greedy accuracy on held-out problems, also before and after; 0: only those two
+    eval_problems: int = 512  # 0: no evaluation at all
+    eval_seed: int = 0  # of the held-out problems: the same for every run that is to be compared
+    eval_batch: int = 1024
+    monitor_every: int = 20  # steps; weights' ErrorStats, logit noise, decoding gap; 0: never
+    save_every: int = 25  # steps; 0: no checkpoints, so no resuming either
+    save_model: bool = True  # the trained policy, as a Hugging Face folder
+
+    def __post_init__(self) -> None:
+        Recipe.parse(self.recipe)
+        for f in dataclasses.fields(self):
+            object.__setattr__(self, f.name, _typed(f.name, getattr(self, f.name)))
+        positive = ("steps", "prompts_per_step", "temperature", "rollout_batch", "updates_per_rollout", "iterations",
+                    "lr", "micro_batch", "max_new_tokens", "eval_batch", "tis_cap")  # fmt: skip
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}={value} must be positive")
+        for name in ("eval_every", "eval_problems", "monitor_every", "save_every", "warmup", "max_grad_norm"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
+        if self.samples_per_prompt < 2:
+            raise ConfigError(f"samples_per_prompt={self.samples_per_prompt}: advantages need at least 2 in a group")
+        for name, options in CHOICES.items():
+            if getattr(self, name) not in options:
+                near = _near(str(getattr(self, name)), options)
+                raise ConfigError(f"{name}='{getattr(self, name)}'{near} is none of {', '.join(options)}")
+        if self.sequences % self.updates_per_rollout:
+            raise ConfigError(
+                f"updates_per_rollout={self.updates_per_rollout} does not divide a step's {self.sequences} samples "
+                f"({self.prompts_per_step} × {self.samples_per_prompt})"
+            )
+
+    @property
+    def sequences(self) -> int:
+        """Completions a step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps a step."""
+        return self.updates_per_rollout * self.iterations
+
+    def batches(self, device: str) -> tuple[int, int]:
+        """(sequences a forward-backward pass, passes an update): the largest divisor within `micro_batch`."""
+        update = self.sequences // self.updates_per_rollout
+        most = min(update, self.micro_batch or (1024 if device == "cuda" else 64))
+        micro = next(n for n in range(most, 0, -1) if update % n == 0)
+        return micro, update // micro
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_options(cls, config: str | Path | None = None, **options: Any) -> TrainConfig:
+        """A YAML file's options (if given), then the keyword options over them; None means "not given".
+
+        Values may be strings, as a command line has them. A section `run` (in the config.yaml of a run) is ignored.
+        Raises ConfigError for a file that can't be read, an unknown option, or a value of the wrong kind.
+        """
+        values = _read(config) if config is not None else {}
+        values.pop("run", None)
+        values.update({name: value for name, value in options.items() if value is not None})
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                where = f"{config}: " if config is not None and name not in options else ""
+                raise ConfigError(f"{where}unknown option '{name}'{_near(name, known)}; possible: {', '.join(known)}")
+        return cls(**values)
+
+
+CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "precision": ("auto", "bf16", "fp32"),
+    "score": ("decode", "forward"),
+    "loss": ("grpo", "dapo", "dr_grpo", "bnpo"),
+    "scale_rewards": ("group", "batch", "none"),
+}
+
+
+def _near(value: str, options: typing.Iterable[str]) -> str:
+    near = difflib.get_close_matches(value, list(options), n=1)
+    return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        line = str(error).splitlines()[-1].strip()
+        raise ConfigError(f"{path}: not YAML ({line})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected lines of 'option: value'")
+    return values
+
+
+def _typed(name: str, value: Any) -> Any:
+    """`value` as the field's type; YAML and command lines give "1e-4" as text."""
+    hint = typing.get_type_hints(TrainConfig)[name]
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    kind = next(typing.get_origin(k) or k for k in kinds if k is not type(None))
+    original = value
+    if isinstance(value, str) and kind is not str:
+        try:
+            value = yaml.safe_load(value)
+            value = float(value) if kind is float else value
+        except (yaml.YAMLError, ValueError, TypeError):
+            value = original
+        if value is None and type(None) in kinds:
+            return None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        words = {int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping", str: "text"}
+        raise ConfigError(f"{name}={original!r} must be {words[kind]}")
+    return value

@@ -1,0 +1,66 @@
+"""What a training step says about itself: how long each phase took, and the numbers of the rollout it learns from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from mxrl.rl.gap import GapStats
+
+# The trainer's metrics that belong to a rollout; the others belong to an optimizer step.
+ROLLOUT_METRICS = ("reward", "accuracy", "completions/", "group/", "frac_reward_zero_std", "sampling/", "style/")
+
+
+class StepRecord:
+    """Collects between two logs; `metrics` gives one step's row and starts the next.
+
+    rollout: metrics of the last rollout. A step that reuses its samples repeats them, so that every row is whole;
+    the metric `rollout` says which rollout it was.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.rollout: dict[str, float] = {}
+        self.carried: dict[str, float] = {}  # the trainer's metrics of that rollout
+        self.gap = GapStats()
+        self.fresh = False  # whether there was a rollout since the last log
+        self.seconds: dict[str, float] = {}
+        self._inner: list[float] = []  # for each open phase, the time spent in phases inside it
+        self._last = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the block's wall time, less that of phases inside it, to `time/<name>` of the next row."""
+        before = time.perf_counter()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            spent = time.perf_counter() - before
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inner.pop()
+            if self._inner:
+                self._inner[-1] += spent
+
+    def metrics(self, trainer: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """This step's row; trainer: the lists of values that the trainer will average under its own names."""
+        now = time.perf_counter()
+        self.seconds["step"], self._last = now - self._last, now
+        out = {f"time/{name}": value for name, value in self.seconds.items()}
+        if self.fresh:
+            self.rollout.update(self.gap.metrics())
+            self.carried = {
+                name: sum(values) / len(values) for name, values in trainer.items() if name.startswith(ROLLOUT_METRICS)
+            }
+            tokens = self.rollout.get("rollout/tokens", 0.0)
+            if self.seconds.get("rollout"):
+                out["speed/rollout_tokens_per_second"] = tokens / self.seconds["rollout"]
+            out["speed/tokens_per_second"] = tokens / self.seconds["step"]
+        else:
+            out.update(self.carried)
+        self.seconds, self.gap, self.fresh = {}, GapStats(), False
+        return {**self.rollout, **out}

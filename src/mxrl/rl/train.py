@@ -1,0 +1,434 @@
+"""A GRPO run from a configuration to a folder, that can be killed at any step and goes on from its last checkpoint.
+
+    train(TrainConfig(recipe="mxfp4+mbs+of+aqn", out="runs/full"))
+
+    <out>/config.yaml     every option, and under `run` what it ran on: device, versions, commit, pinned settings
+    <out>/metrics.jsonl   a line for each optimizer step (integrations/trl.py says what is in it)
+    <out>/evals.jsonl     a line for each evaluation: greedy accuracy, and right or wrong for each problem
+    <out>/checkpoints/    the last two, each with the optimizer's, the sampler's and AQN's state
+    <out>/model/          the trained policy: its unquantized master weights, a plain Hugging Face folder
+    <out>/summary.json    before, after, and how it went; written last
+
+Resuming cuts both .jsonl files back to the checkpoint's step, so they read as if nothing had happened.
+Ctrl-C (or SIGTERM) ends the run after the step it is in and saves it; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
+
+from mxrl.integrations.trl import GRPOConfig, GRPOTrainer, NonFiniteError, complete_checkpoints
+from mxrl.rl.chain import STYLES, solution, style_of
+from mxrl.rl.config import ConfigError, TrainConfig
+from mxrl.rl.evaluate import Evaluation, evaluate
+from mxrl.rl.policy import resolve_model
+from mxrl.rl.rewards import chain_answer, gsm8k_answer, text_of
+from mxrl.rl.tasks import get_task, load_task
+
+GENERATED = ("chain", "gsm_symbolic")  # tasks with as many problems as are asked for
+ANSWER_OF: dict[str, Callable[[str], Any]] = {
+    "chain": chain_answer,
+    "gsm_symbolic": gsm8k_answer,
+    "gsm8k": gsm8k_answer,
+}
+MAY_DIFFER = ("save_every", "save_model", "eval_batch")  # of the options, when a run is resumed
+
+
+def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
+    """Run it, or go on with it; returns the summary, whose "status" is "done" or "interrupted".
+
+    resume: "auto" goes on from the last complete checkpoint in `config.out` if there is one, and returns the summary
+        of a run that has ended ("done", or "diverged"); "never" starts over, replacing what a former run left there.
+    Raises ConfigError, TaskError, PolicyError for what can't be run, NonFiniteError when the loss is no longer finite.
+    """
+    if resume not in ("auto", "never"):
+        raise ConfigError(f"resume='{resume}': possible are auto and never")
+    out = Path(config.out)
+    checkpoint = _open(out, config, resume)
+    summary = out / "summary.json"
+    if summary.is_file():
+        return json.loads(summary.read_text())
+
+    disable_progress_bar()  # transformers' bars, one for each file read or written
+    device, bf16 = _device(config)
+    task = get_task(config.task)
+    tokens = config.max_new_tokens or (128 if config.task == "chain" else 300)
+    model, tokenizer = _load(config.model)
+    held_out = _held_out(config)
+    trainer = GRPOTrainer(
+        model,
+        _reward(config.task),
+        _arguments(config, out, device, bf16, tokens),
+        _dataset(config),
+        processing_class=tokenizer,
+        recipe=config.recipe,
+        score=config.score,
+        answer_of=ANSWER_OF.get(config.task),
+        contexts=[f"{p.prompt}{solution(p)}" for p in held_out[:8]] if config.task == "chain" else None,
+        monitor_every=config.monitor_every,
+        rollout_batch_size=config.rollout_batch,
+    )
+    _write(
+        out / "config.yaml", yaml.safe_dump({**config.to_dict(), "run": _run_info(trainer, device)}, sort_keys=False)
+    )
+
+    def measure() -> Evaluation:
+        with trainer.rollout_policy() as (policy, _):
+            return evaluate(
+                policy, tokenizer, held_out, reward=task.reward, max_new_tokens=tokens,
+                batch_size=config.eval_batch, style=style_of if config.task == "chain" else None,
+            )  # fmt: skip
+
+    keeper = Keeper(config, out, trainer.record.phase, measure if held_out else None)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(keeper)
+    _cut(out, int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else -1)
+    try:
+        with _signals(keeper):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except NonFiniteError as error:
+        result = {**_summary(config, out, trainer, "diverged"), "reason": str(error)}
+        _write(summary, json.dumps(result, indent=1))
+        raise
+    step = trainer.state.global_step
+    done = step >= config.steps * config.updates
+    if done:
+        keeper.evaluate(step)
+        if config.save_model:
+            _save_model(trainer, tokenizer, out / "model")
+    result = _summary(config, out, trainer, "done" if done else "interrupted")
+    if done:
+        _write(summary, json.dumps(result, indent=1))
+    else:
+        print(f"stopped after step {step}; the same command goes on from there", file=sys.stderr)
+    return result
+
+
+def run_from_cli(config: str | Path | None = None, *, resume: str = "auto", **options: Any) -> dict[str, Any]:
+    """`train` for a command line: a YAML file and options over it, values as text (see TrainConfig.from_options)."""
+    return train(TrainConfig.from_options(config, **options), resume=resume)
+
+
+# --- while it runs ---------------------------------------------------------------------------------------------------
+
+
+class Keeper(TrainerCallback):
+    """Writes metrics and evaluations as they come, and ends the run when it was asked to."""
+
+    def __init__(self, config: TrainConfig, out: Path, phase: Callable, measure: Callable[[], Evaluation] | None):
+        self.config, self.out, self.phase, self.measure = config, out, phase, measure
+        self.stop = False
+        self.evaluated = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.evaluate(0)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        _append(self.out / "metrics.jsonl", {"step": state.global_step, **logs})
+        if state.global_step % 10 == 0 or state.global_step <= 3:
+            shown = ("reward", "completions/mean_length", "entropy", "gap/mean_abs", "grad_norm", "time/step")
+            numbers = "  ".join(
+                f"{name.split('/')[-1]} {logs[name]:.4g}" for name in shown if logs.get(name) is not None
+            )
+            print(f"step {state.global_step}/{state.max_steps}  {numbers}", file=sys.stderr, flush=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        every = self.config.eval_every * self.config.updates
+        if every and state.global_step % every == 0:
+            self.evaluate(state.global_step)
+        if self.stop:
+            control.should_training_stop = True
+            control.should_save = self.config.save_every > 0
+
+    def evaluate(self, step: int) -> None:
+        """Greedy accuracy of the quantized policy without noise, once a step."""
+        if self.measure is None or self.evaluated == step:
+            return
+        self.evaluated = step
+        with self.phase("eval"):
+            result = self.measure()
+        right = "".join("1" if score >= 1 else "0" for score in result.scores)
+        groups = {str(g): {"accuracy": a, "n": n} for g, (a, n) in result.by_group().items()}
+        row = {
+            "step": step,
+            "accuracy": result.accuracy,
+            "n": len(result.scores),
+            "mean_tokens": result.mean_tokens,
+            "truncated": result.truncated,
+            "entropy_per_token": result.entropy,
+            "styles": result.styles,
+            "by_group": groups,
+            "right": right,
+        }
+        _append(self.out / "evals.jsonl", row)
+        print(f"step {step}  greedy accuracy {result.accuracy:.4f} of {len(right)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _signals(keeper: Keeper) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks the run to stop after its step; the second one interrupts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if keeper.stop:
+            raise KeyboardInterrupt
+        keeper.stop = True
+        print("stopping after this step (once more: at once)", file=sys.stderr, flush=True)
+
+    former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+# --- what it is made of ----------------------------------------------------------------------------------------------
+
+
+def _device(config: TrainConfig) -> tuple[str, bool]:
+    """(cpu or cuda, whether to compute in bf16 under autocast)."""
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': this machine has no CUDA device; use device='cpu' or 'auto'")
+    if config.precision != "auto":
+        return device, config.precision == "bf16"
+    return device, device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    """(float32 master model, tokenizer)."""
+    where = resolve_model(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model '{name}': can't be loaded ({reason})") from error
+    return model, tokenizer
+
+
+def _dataset(config: TrainConfig) -> Any:
+    from datasets import Dataset
+
+    needed = config.steps * config.prompts_per_step
+    n = needed if config.task in GENERATED else None
+    problems = load_task(config.task, seed=config.seed, n=n, split="train", **config.task_options)
+    if len(problems) < config.prompts_per_step:
+        raise ConfigError(
+            f"prompts_per_step={config.prompts_per_step}: task '{config.task}' has {len(problems)} problems"
+        )
+    return Dataset.from_list([p.row() for p in problems])
+
+
+def _held_out(config: TrainConfig) -> list[Any]:
+    if not config.eval_problems:
+        return []
+    return load_task(config.task, seed=config.eval_seed, n=config.eval_problems, split="test", **config.task_options)
+
+
+def _reward(task: str) -> Callable[..., list[float]]:
+    """The task's reward, which for `chain` also logs the share of each solution style."""
+    judge = get_task(task).reward
+
+    def reward(completions: Any, answer: Any, log_metric: Any = None, **columns: Any) -> list[float]:
+        if task == "chain" and log_metric is not None:
+            counts = Counter(style_of(text_of(c)) for c in completions)
+            for style in (*STYLES, "other"):
+                log_metric(f"style/{style}", counts[style] / len(completions))
+        return judge(completions, answer)
+
+    reward.__name__ = judge.__name__
+    return reward
+
+
+def _arguments(config: TrainConfig, out: Path, device: str, bf16: bool, max_new_tokens: int) -> GRPOConfig:
+    micro, passes = config.batches(device)
+    return GRPOConfig(
+        output_dir=str(out / "checkpoints"),
+        seed=config.seed,
+        use_cpu=device == "cpu",
+        bf16=bf16,
+        max_steps=config.steps * config.updates,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=passes,
+        steps_per_generation=passes * config.updates_per_rollout,
+        num_iterations=config.iterations,
+        num_generations=config.samples_per_prompt,
+        max_completion_length=max_new_tokens,
+        temperature=config.temperature,
+        shuffle_dataset=config.task not in GENERATED,
+        loss_type=config.loss,
+        scale_rewards=config.scale_rewards,
+        beta=0.0,
+        epsilon=config.clip,
+        epsilon_high=config.clip_high,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=config.tis_cap,
+        cast_lm_head_to_fp32=config.lm_head_fp32,
+        learning_rate=config.lr,
+        lr_scheduler_type="constant_with_warmup" if config.warmup else "constant",
+        warmup_steps=config.warmup,
+        optim="adamw_torch_fused" if device == "cuda" else "adamw_torch",
+        adam_beta2=config.beta2,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        gradient_checkpointing=config.gradient_checkpointing,
+        logging_steps=1,
+        save_strategy="steps" if config.save_every else "no",
+        save_steps=max(1, config.save_every * config.updates),
+        save_total_limit=2,  # not 1: the former one stays until the new one is complete
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=device == "cuda",
+    )
+
+
+def _run_info(trainer: GRPOTrainer, device: str) -> dict[str, Any]:
+    def installed(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    names = ("mxrl", "torch", "transformers", "trl", "accelerate", "datasets")
+    args = trainer.args
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "compute_dtype": str(trainer.compute_dtype or torch.float32).removeprefix("torch."),
+        "micro_batch": args.per_device_train_batch_size,
+        "passes_per_update": args.gradient_accumulation_steps,
+        "rollouts": trainer.total_rollouts,
+        "pinned": trainer.pinned,
+        "quantized_parameters": trainer.conversion.quantized_parameters,
+        "parameters": trainer.conversion.parameters,
+        "versions": {"python": platform.python_version(), **{name: installed(name) for name in names}},
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the source tree, with "+" when it has changes; None when installed without one."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=True).stdout
+
+    try:
+        return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain", "--", str(here)).strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _open(out: Path, config: TrainConfig, resume: str) -> Path | None:
+    """Prepare the folder; the checkpoint to go on from, or None. Refuses a folder that holds another run."""
+    former = out / "config.yaml"
+    if resume == "never" and former.is_file():
+        for name in ("checkpoints", "model"):
+            shutil.rmtree(out / name, ignore_errors=True)
+        for name in ("summary.json", "metrics.jsonl", "evals.jsonl", "config.yaml"):
+            (out / name).unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    if not former.is_file():
+        return None
+    theirs = TrainConfig.from_options(former).to_dict()
+    for name, value in config.to_dict().items():
+        if theirs[name] != value and name not in (*MAY_DIFFER, "out"):
+            raise ConfigError(
+                f"{out} holds a run with {name}={theirs[name]}, not {value}: give another out, or resume='never'"
+            )
+    found = complete_checkpoints(out / "checkpoints")
+    return found[-1] if found else None
+
+
+def _cut(out: Path, step: int) -> None:
+    """Drop the lines of later steps than the checkpoint's (and a last line that a kill left unfinished)."""
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        path = out / name
+        if path.is_file():
+            kept = []
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+            _write(path, "".join(kept))
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    with path.open("a") as file:
+        file.write(json.dumps(clean) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _save_model(trainer: GRPOTrainer, tokenizer: Any, folder: Path) -> None:
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    trainer.save_model(str(temporary))
+    tokenizer.save_pretrained(str(temporary))
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.replace(folder)
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl or evals.jsonl; empty when there is none."""
+    path = Path(path)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _summary(config: TrainConfig, out: Path, trainer: GRPOTrainer, status: str) -> dict[str, Any]:
+    rows, evals = read_rows(out / "metrics.jsonl"), read_rows(out / "evals.jsonl")
+    last = rows[-10:]
+
+    def mean(name: str) -> float | None:
+        values = [row[name] for row in last if row.get(name) is not None]
+        return sum(values) / len(values) if values else None
+
+    before, after = (evals[0]["accuracy"], evals[-1]["accuracy"]) if evals else (None, None)
+    names = ("reward", "accuracy", "completions/mean_length", "entropy", "gap/mean_abs", "gap/k3", "gap/ess",
+             "gap/truncated", "group/distinct_answers", "grad_norm", "time/step", "time/rollout")  # fmt: skip
+    return {
+        "status": status,
+        "recipe": config.recipe,
+        "model": config.model,
+        "task": config.task,
+        "seed": config.seed,
+        "steps": trainer.state.global_step // config.updates,
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "accuracy_gain": None if before is None or after is None else after - before,
+        "eval_problems": config.eval_problems,
+        "last_10": {name: mean(name) for name in names},
+        "seconds": sum(row.get("time/step") or 0.0 for row in rows),
+        "pinned": trainer.pinned,
+    }

@@ -1,0 +1,202 @@
+"""GRPO with a quantized policy: the gap, the noise, the weights TIS uses, and what is refused."""
+
+import math
+
+import pytest
+import torch
+import trl
+from tiny_grpo import steps, tiny_trainer
+
+from mxrl.corrections import aqn_sigma
+from mxrl.integrations.trl import NonFiniteError, UnsupportedError
+from mxrl.rl.rollout import SamplingError
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4+mbs+of", "bf16"])
+def test_without_noise_and_scored_by_one_pass_there_is_no_gap(tmp_path, recipe):
+    """The spec's 1e-6 for float32, with an update in between: training and rollout quantize the same numbers."""
+    trainer = tiny_trainer(tmp_path, recipe, score="forward", max_steps=2)
+    trainer.train()
+    rows = steps(trainer)
+    assert len(rows) == 2 and all(row["gap/max_abs"] <= 1e-6 for row in rows)
+    assert all(row["grad_norm"] > 0 and math.isfinite(row["loss"]) for row in rows)
+    assert all(row["gap/ess"] == pytest.approx(1, abs=1e-6) for row in rows)
+
+
+def test_what_is_logged_at_every_step(tmp_path):
+    trainer = tiny_trainer(tmp_path, "mxfp4+mbs+of+aqn", monitor_every=2, max_steps=3)
+    trainer.train()
+    rows = steps(trainer)
+    always = [
+        "reward", "accuracy", "completions/mean_length", "entropy", "grad_norm", "loss", "rollout/entropy",
+        "gap/k1", "gap/k3", "gap/pearson", "gap/chi2", "gap/ess", "gap/mean_abs", "gap/max_abs", "gap/truncated",
+        "aqn/sigma", "aqn/effective_sigma", "group/distinct_answers", "time/rollout", "time/score", "time/reward",
+        "time/update", "time/step", "speed/tokens_per_second", "speed/rollout_tokens_per_second",
+    ]  # fmt: skip
+    assert [[name for name in always if row.get(name) is None] for row in rows] == [[]] * 3
+    assert [row["rollout"] for row in rows] == [0, 1, 2]
+    assert [row["aqn/sigma"] for row in rows] == [aqn_sigma(t, 3, 1e-2, 1e-3) for t in range(3)]
+    # Noise before quantization is amplified by rounding: the effective σ is larger, and falls more slowly.
+    assert all(row["aqn/effective_sigma"] > row["aqn/sigma"] for row in rows)
+    assert all(row["gap/mean_abs"] > 1e-4 for row in rows)
+    now_and_then = ["weights/rel_mse", "weights/deadzone", "weights/cos", "logits/sigma_eta", "decode/flipped"]
+    for name in now_and_then:
+        assert [name in row for row in rows] == [True, False, True]
+    parts = ("time/rollout", "time/score", "time/reward", "time/update", "time/monitor")
+    assert all(sum(row.get(name, 0) for name in parts) <= row["time/step"] for row in rows)
+
+
+def test_a_noisy_rollout_leaves_the_master_weights_alone(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=2)
+    inner, checked = trainer.vllm_generation.generate, []
+
+    def outer(*args, **kwargs):
+        before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+        out = inner(*args, **kwargs)
+        after = trainer.model.state_dict()
+        checked.append(before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before))
+        return out
+
+    trainer.vllm_generation.generate = outer
+    trainer.train()
+    assert checked == [True, True]
+
+
+def test_the_weight_in_the_loss_is_the_truncated_ratio(tmp_path):
+    """Rollout log-probabilities lowered by hand: exp(d) on some tokens, C = 2 where it would be more."""
+    trainer = tiny_trainer(tmp_path, "bf16", score="forward", max_steps=1)
+    inner = trainer.vllm_generation.generate
+
+    def outer(*args, **kwargs):
+        prompts, ids, logps, rest = inner(*args, **kwargs)
+        shift = [0.5 if i % 2 else 3.0 for i in range(len(logps))]
+        return prompts, ids, [[[lp[0] - s] for lp in row] for row, s in zip(logps, shift, strict=True)], rest
+
+    trainer.vllm_generation.generate = outer
+    seen = {}
+    record = trainer._measure
+
+    def measure(output):
+        seen.update(output)
+        record(output)
+
+    trainer._measure = measure
+    trainer.train()
+    mask = seen["completion_mask"].bool()
+    ratio = seen["importance_sampling_ratio"]
+    expected = torch.where(torch.arange(16)[:, None] % 2 == 1, math.exp(0.5), 2.0).expand_as(ratio)
+    torch.testing.assert_close(ratio[mask], expected[mask], rtol=1e-5, atol=0)  # float32 logs, shifted
+    row = steps(trainer)[0]
+    even = mask[::2].sum() / mask.sum()
+    assert row["gap/truncated"] == pytest.approx(float(even), abs=1e-9)
+    assert row["gap/max_abs"] == pytest.approx(3.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_updates_that_reuse_a_rollout(tmp_path, kind):
+    """Two mini-batches and two passes: four updates a rollout, noise drawn once for them, rows that say which rollout."""
+    trainer = tiny_trainer(
+        tmp_path, kind=kind, max_steps=8, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2
+    )
+    assert trainer.updates_per_rollout == 4 and trainer.total_rollouts == 2
+    trainer.train()
+    rows = steps(trainer)
+    assert [row["rollout"] for row in rows] == [0] * 4 + [1] * 4
+    assert [row["aqn/sigma"] for row in rows] == [1e-2] * 4 + [pytest.approx(1e-3)] * 4
+    assert len({row["gap/mean_abs"] for row in rows}) == 2 and all("reward" in row for row in rows)
+    assert ["time/rollout" in row for row in rows] == [True, False, False, False] * 2
+
+
+def test_one_rollout_may_serve_several_accumulation_steps(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=4, steps_per_generation=2)
+    trainer.train()
+    rows = steps(trainer)
+    assert [row["rollout"] for row in rows] == [0, 1]  # two batches, one sync
+    assert trainer.total_rollouts == 2
+
+
+def test_an_evaluation_draws_no_noise_and_counts_no_rollout(tmp_path):
+    from datasets import Dataset
+
+    evals = Dataset.from_list([{"prompt": "12+34=", "answer": "46"}] * 4)
+    plain = tiny_trainer(tmp_path / "a", max_steps=3)
+    plain.train()
+    watched = tiny_trainer(
+        tmp_path / "b", max_steps=3, eval_dataset=evals, eval_strategy="steps", eval_steps=1, do_eval=True,
+        per_device_eval_batch_size=4,
+    )  # fmt: skip
+    watched.train()
+    assert [r["rollout"] for r in steps(watched)] == [0, 1, 2]
+    assert [r["gap/mean_abs"] for r in steps(watched)] == [r["gap/mean_abs"] for r in steps(plain)]
+    same = zip(plain.model.parameters(), watched.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+    assert any("eval_accuracy" in row for row in watched.state.log_history)
+
+
+def test_the_prompts_of_a_step_do_not_depend_on_the_recipe(tmp_path):
+    seen = {}
+    for recipe in ("bf16", "mxfp4+aqn"):
+        trainer = tiny_trainer(tmp_path / recipe, recipe, max_steps=2)
+        inner = trainer.vllm_generation.generate
+        seen[recipe] = []
+
+        def outer(prompts, *rest, inner=inner, recipe=recipe, **kwargs):
+            seen[recipe].append(prompts)
+            return inner(prompts, *rest, **kwargs)
+
+        trainer.vllm_generation.generate = outer
+        trainer.train()
+    assert seen["bf16"] == seen["mxfp4+aqn"] and len(seen["bf16"]) == 2
+
+
+def test_tis_is_pinned_and_the_users_choice_is_kept(tmp_path):
+    ours = tiny_trainer(tmp_path)
+    assert (ours.vllm_importance_sampling_mode, ours.vllm_importance_sampling_clip_max) == ("token_truncate", 2.0)
+    theirs = tiny_trainer(tmp_path, config_class=trl.GRPOConfig)
+    assert (theirs.vllm_importance_sampling_mode, theirs.vllm_importance_sampling_clip_max) == ("token_truncate", 2.0)
+    chosen = tiny_trainer(tmp_path, config_class=trl.GRPOConfig, vllm_importance_sampling_mode="token_mask")
+    assert (chosen.vllm_importance_sampling_mode, chosen.vllm_importance_sampling_clip_max) == ("token_mask", 3.0)
+    assert ours.pinned["TIS"] == "token_truncate C=2" and ours.pinned["beta"] == 0 and ours.pinned["loss"] == "dapo"
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"generation_kwargs": {"top_k": 5}}])
+def test_biased_sampling_is_refused(tmp_path, setting):
+    with pytest.raises(SamplingError, match="biased") as error:
+        tiny_trainer(tmp_path, **setting)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "setting, words",
+    [({"use_vllm": True}, "use_vllm"), ({"rollout_func": print}, "rollout_func"), ({"score": "cached"}, "forward")],
+)
+def test_what_would_bypass_the_quantized_rollout_is_refused(tmp_path, setting, words):
+    with pytest.raises(UnsupportedError, match=words):
+        tiny_trainer(tmp_path, **setting)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=3)
+    inner = trainer._compute_loss
+
+    def broken(model, inputs):
+        return inner(model, inputs) * (float("nan") if trainer.state.global_step == 1 else 1.0)
+
+    trainer._compute_loss = broken
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss is nan \(.*gap/.*\); recipe mxfp4") as error:
+        trainer.train()
+    assert "\n" not in str(error.value)
+    assert trainer.state.global_step == 1 and all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_lora_on_a_quantized_base(tmp_path):
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=True)
+    trainer = tiny_trainer(tmp_path, "mxfp4+mbs+of", score="forward", max_steps=2, peft_config=lora)
+    base = {k: v.clone() for k, v in trainer.model.state_dict().items() if "lora" not in k}
+    trainer.train()
+    rows = steps(trainer)
+    assert all(row["gap/max_abs"] <= 1e-6 and row["grad_norm"] > 0 for row in rows)
+    state = trainer.model.state_dict()
+    assert all(torch.equal(v, state[k]) for k, v in base.items())
