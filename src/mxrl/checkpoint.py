@@ -352,12 +352,12 @@ def _load_gguf(weight: Weight) -> Tensor:
         packed = packed.reshape(rows.shape[0], -1)
         step = max(1, _DEQUANTIZE_BYTES // packed.shape[1])
         for start in range(0, rows.shape[0], step):
-            part = np.ascontiguousarray(packed[start : start + step])
+            part = np.array(packed[start : start + step])  # a copy: torch wants memory it may write
             if weight.dtype == "F64":
                 values = part.view(np.float64).astype(np.float32)
             else:
                 values = gguf.dequantize(part, kind)
-            rows[start : start + step] = torch.from_numpy(np.ascontiguousarray(values))
+            rows[start : start + step] = torch.from_numpy(values)
     except (OSError, ValueError, NotImplementedError) as err:
         raise CheckpointError(f"{weight.file}: tensor '{weight.name}' ({weight.dtype}) can't be read: {err}") from err
     return out

@@ -6,6 +6,7 @@ stderr.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -32,12 +33,18 @@ def _options(
 
 @app.command()
 def analyze(
-    model: Annotated[str, typer.Argument(help="A .safetensors or .gguf file, a Hugging Face folder, or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A .safetensors or .gguf file, a Hugging Face folder, or a hub id.")
+    ],
     recipe: Annotated[
         list[str] | None,
-        typer.Option("--recipe", "-r", help="As mxfp4+mbs:search16+of:0.5; may be given several times. [mxfp4]"),
+        typer.Option(
+            "--recipe", "-r", help="As mxfp4+mbs:search16+of:0.5; may be given several times (default mxfp4)."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the results. [analysis-MODEL]")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for the results (default analysis-MODEL).")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON instead of tables.")] = False,
     on_nonfinite: Annotated[
         str, typer.Option(metavar="error|skip", help="What to do with a tensor that holds NaN or Inf.")
@@ -80,13 +87,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. Every failure is one line on stderr, never a traceback."""
     try:
         code: Any = app(args=arguments, prog_name="mxrl", standalone_mode=False)
+        sys.stdout.flush()
         if code == 130:
             return _fail("interrupted; nothing was written", 130)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted; nothing was written", 130)
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone: nothing to say, and nobody to say it to
+    except BrokenPipeError:  # whoever read our output has gone; Python must not try to flush it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as err:
         if _STATE["traceback"]:
@@ -100,7 +108,9 @@ def _explain(err: Exception) -> int:
 
     message = " ".join(str(err).split())
     if hasattr(err, "format_message"):  # a usage error of typer's (its click is vendored or not, by version)
-        return _fail(" ".join(err.format_message().split()), getattr(err, "exit_code", 2))  # type: ignore[attr-defined]
+        message = " ".join(err.format_message().split())  # type: ignore[attr-defined]
+        code = getattr(err, "exit_code", 2)
+        return _fail(f"{message} (see mxrl --help)", code) if message else code  # without a message, help was printed
     if isinstance(err, RecipeError):
         return _fail(message, 2)
     if isinstance(err, (ValueError, RuntimeError, OSError)) and message:

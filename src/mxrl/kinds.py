@@ -164,7 +164,7 @@ def _codes_or_bookkeeping(name: str, header: Header, reason: str | None) -> Role
     if codes is None and fused.startswith("experts.") and fused != "experts.other":
         codes = name
     if codes is None or len(header.shape) < 2 or reason or (name.endswith("_blocks") and "experts" not in name):
-        return Role(reason=f"{what} tensor" + (f" ({reason})" if reason else ""))
+        return Role(reason=f"{what} tensor" + (f" ({reason})" if reason not in (None, "vector") else ""))
     fault = (
         f"tensor '{name}' is a linear weight stored as {header.dtype} (this checkpoint is already quantized, and its "
         "scales lie elsewhere); give the float16, bfloat16 or float32 checkpoint it was made from"

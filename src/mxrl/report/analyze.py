@@ -23,7 +23,7 @@ from mxrl.provenance import provenance
 from mxrl.recipes import Recipe
 from mxrl.report.files import staged
 from mxrl.report.page import Page, percent, plain
-from mxrl.report.summary import FIGURES, RAW, Row, over_t, summary, tensor_rows, to_json
+from mxrl.report.summary import FIGURES, RAW, Row, excess_over_t, summary, tensor_rows, to_json
 from mxrl.scan import PLAIN, parse_recipes, scan
 
 _WORST = 25  # tensors listed on the page
@@ -110,7 +110,7 @@ def _short(page: Page, summary: Mapping[str, Any], main: str, stats: ErrorStats)
     )
     tiles = {
         "relative MSE": plain(stats.rel_mse),
-        "excess / T": percent(over_t(stats, stats.excess)),
+        "excess / T": percent(excess_over_t(stats)),
         "elements in the deadzone": percent(stats.deadzone_fraction),
         "cos(scale, grid)": plain(stats.cos_scale_grid),
     }
@@ -133,9 +133,9 @@ def _short(page: Page, summary: Mapping[str, Any], main: str, stats: ErrorStats)
 
 
 def _excess_sentence(stats: ErrorStats) -> str:
-    if stats.excess >= 0:
+    if not excess_over_t(stats) < 0:
         return (
-            f"{percent(over_t(stats, stats.excess))} of that error is excess over the floor, which the ideal scales "
+            f"{percent(excess_over_t(stats))} of that error is excess over the floor, which the ideal scales "
             "m/q_max would leave."
         )
     return f"That is below the floor of the ideal scales m/q_max, at {plain(stats.sq_error / stats.floor)} of it."
@@ -150,11 +150,13 @@ def stack(stats: Sequence[ErrorStats]) -> tuple[dict[str, list[float]], dict[str
 
     Where T lies below the floor there is no excess to add: the bar is then T, whole, beside its mark.
     """
-    below = [s.excess < 0 for s in stats]
+    below = [excess_over_t(s) < 0 for s in stats]
     parts = {
         "grid": [0.0 if b else _ratio(s.sq_grid, s.sq_norm) for s, b in zip(stats, below, strict=True)],
         "deadzone": [0.0 if b else _ratio(s.sq_deadzone, s.sq_norm) for s, b in zip(stats, below, strict=True)],
-        "excess (scales)": [0.0 if b else _ratio(s.excess, s.sq_norm) for s, b in zip(stats, below, strict=True)],
+        "excess (scales)": [
+            0.0 if b else max(0.0, _ratio(s.excess, s.sq_norm)) for s, b in zip(stats, below, strict=True)
+        ],
     }
     if any(below):
         parts["T, below the floor"] = [s.rel_mse if b else 0.0 for s, b in zip(stats, below, strict=True)]

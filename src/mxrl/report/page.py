@@ -179,6 +179,8 @@ def _table(
     fold: str,
 ) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
+        if len(cells) != len(columns):
+            raise ValueError(f"table: {len(cells)} cells for {len(columns)} columns: {list(cells)}")
         css = (' class="text"' if i in text_columns else "" for i in range(len(cells)))
         return "".join(f"<{tag}{c}>{_inline(cell)}</{tag}>" for cell, c in zip(cells, css, strict=True))
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mxrl.decompose import ErrorStats
 from mxrl.recipes import Recipe
-from mxrl.report.svg import percent, plain
+from mxrl.report.svg import decimals, percent, plain
 from mxrl.scan import Scan
 
 DERIVED = (
@@ -32,6 +32,12 @@ Row = dict[str, Any]
 def over_t(stats: ErrorStats, value: float) -> float:
     """`value` as a share of the whole squared error; NaN where there is no error."""
     return _part(value, stats.sq_error)
+
+
+def excess_over_t(stats: ErrorStats) -> float:
+    """The excess as a share of T; 0 where T and the floor differ by nothing but the order of their sums (`ideal`)."""
+    share = over_t(stats, stats.excess)
+    return 0.0 if abs(share) < 1e-12 else share
 
 
 def _part(value: float, whole: float) -> float:
@@ -53,11 +59,11 @@ class Column(NamedTuple):
 FIGURES = (
     Column("rel. MSE", "rel. MSE", lambda s: s.rel_mse, plain),
     Column("T / floor", "", lambda s: s.sq_error / s.floor if s.floor else math.nan, plain),
-    Column("excess / T", "excess", lambda s: over_t(s, s.excess), percent),
+    Column("excess / T", "excess", excess_over_t, percent),
     Column("deadzone / T", "", lambda s: over_t(s, s.sq_deadzone), percent),
     Column("elements in D", "in D", lambda s: s.deadzone_fraction, percent),
-    Column("cos (scale, grid)", "cos", lambda s: s.cos_scale_grid, lambda v: f"{v:.3f}"),
-    Column("mean 2^δ", "2^δ", lambda s: s.gamma_mean, lambda v: f"{v:.3f}"),
+    Column("cos (scale, grid)", "cos", lambda s: s.cos_scale_grid, decimals),
+    Column("mean 2^δ", "2^δ", lambda s: s.gamma_mean, decimals),
     Column("⟨Q(x),x⟩ / ‖x‖²", "", lambda s: s.gain, plain),
 )
 RAW = (

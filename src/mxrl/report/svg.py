@@ -39,6 +39,11 @@ def percent(value: float | None) -> str:
     return "0 %" if value == 0 else f"{value * 100:#.3g}".removesuffix(".") + " %"
 
 
+def decimals(value: float | None) -> str:
+    """Three decimals, for numbers near 1."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
+
+
 def _tick(value: float, form: Format) -> str:
     """A round number without the zeros that fill up its digits: 0.005000 is 0.005."""
     return re.sub(r"(\.\d*?)0+(?=\D|$)", r"\1", form(value)).replace(". ", " ").removesuffix(".")
@@ -288,7 +293,8 @@ def _runs(a: Sequence[float], b: Sequence[float]) -> list[list[int]]:
 
 
 def _cell(value: float, interval: tuple[float, float] | None, form: Format) -> str:
-    return form(value) + (f" [{form(interval[0])}, {form(interval[1])}]" if interval else "")
+    banded = interval is not None and all(map(math.isfinite, (value, *interval)))
+    return form(value) + (f" [{form(interval[0])}, {form(interval[1])}]" if interval and banded else "")
 
 
 def _value(x: float, y: float, text: str) -> str:

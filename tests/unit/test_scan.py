@@ -1,0 +1,110 @@
+"""A whole checkpoint through the decomposition: the sums, their order, and weights that hold NaN."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import tiny_model
+
+from mxrl.checkpoint import open_checkpoint
+from mxrl.decompose import error_stats
+from mxrl.recipes import Recipe, RecipeError
+from mxrl.scan import BASELINES, NonFiniteError, merge, nonfinite, parse_recipes, scan
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_every_weight_and_recipe_as_error_stats_gives_it(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    seen: list[str] = []
+    result = scan(checkpoint, ["mxfp4+mbs", "mxfp4+of"], progress=lambda weight: seen.append(weight.name))
+    assert result.columns == ("mxfp4", "mxfp4+mbs", "mxfp4+of", *BASELINES)
+    assert seen == [w.name for w in checkpoint.weights] == [t.weight.name for t in result.tensors]
+    for tensor in result.tensors:
+        x = checkpoint.load(tensor.weight)
+        for recipe in result.columns:
+            assert tensor.stats[recipe] == error_stats(x, Recipe.parse(recipe), dim=tensor.weight.dim)
+
+
+def test_totals_are_the_sums_in_order(folder: Path) -> None:
+    result = scan(open_checkpoint(folder))
+    total = result.total("mxfp4")
+    assert total == merge(t.stats["mxfp4"] for t in result.tensors)
+    assert total.numel == sum(t.weight.numel for t in result.tensors)
+    assert sum(result.total("mxfp4", kind).numel for kind in result.kinds) == total.numel
+    layers = {t.weight.layer for t in result.tensors}
+    assert layers == {0, 1}
+    assert sum(result.total("mxfp4", layer=layer).deadzone_count for layer in (0, 1)) == total.deadzone_count
+    assert result.kinds == ("q", "k", "v", "o", "experts.gate", "experts.up", "experts.down")
+    assert result.relative("mxfp4") == 1.0
+    assert result.relative("nvfp4") == result.total("nvfp4").sq_error / total.sq_error
+
+
+def test_shards_change_no_bit(folder: Path, tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    one, many = scan(open_checkpoint(folder)), scan(open_checkpoint(tmp_path / "many"))
+    assert len(many.checkpoint.files) > 3
+    assert [t.stats for t in one.tensors] == [t.stats for t in many.tensors]
+    for recipe in one.columns:
+        assert one.total(recipe) == many.total(recipe)
+
+
+def test_experts_stored_transposed_are_blocked_along_their_contraction_axis(tmp_path: Path) -> None:
+    """gpt-oss: [E, K, N]. The statistics are those of the [E, N, K] view, which blocks along the other axis are not."""
+    tiny_model("gpt_oss").save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    result = scan(checkpoint, baselines=())
+    tensor = next(t for t in result.tensors if t.weight.kind == "experts.gate_up")
+    x = checkpoint.load(tensor.weight)
+    # the same blocks in another order of rows: sums agree up to the order of addition (float64)
+    expected = error_stats(x.transpose(1, 2).contiguous())
+    assert tensor.stats["mxfp4"].numel == expected.numel
+    assert tensor.stats["mxfp4"].deadzone_count == expected.deadzone_count
+    assert tensor.stats["mxfp4"].sq_error == pytest.approx(expected.sq_error, rel=1e-12)
+    assert tensor.stats["mxfp4"].sq_error != pytest.approx(error_stats(x).sq_error, rel=1e-6)
+
+
+def test_recipes_are_reduced_to_what_touches_weights() -> None:
+    assert parse_recipes(["mxfp4+mbs+aqn+w4a16", "mxfp4+mbs", "mxfp4:e8m0"]) == ("mxfp4+mbs", "mxfp4")
+    with pytest.raises(RecipeError, match="mbbs"):
+        parse_recipes(["mxfp4+mbbs"])
+    with pytest.raises(RecipeError, match="bf16"):
+        parse_recipes(["bf16"])
+
+
+def test_a_weight_with_nan_is_named_or_skipped(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    from safetensors.torch import load_file
+
+    data = load_file(path)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    data[name][3, 5] = float("nan")
+    data[name][4, 0] = float("inf")
+    save_file(data, path)
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(NonFiniteError, match=r"k_proj\.weight' has 1 NaN and 1 Inf .*\[3, 5\].*--on-nonfinite skip"):
+        scan(checkpoint, baselines=())
+    result = scan(checkpoint, baselines=(), on_nonfinite="skip")
+    assert [s.weight.name for s in result.skipped] == [name]
+    assert name not in {t.weight.name for t in result.tensors}
+    assert len(result.tensors) == len(checkpoint.weights) - 1
+    with pytest.raises(ValueError, match="error, skip"):
+        scan(checkpoint, on_nonfinite="ignore")
+
+
+def test_nonfinite_looks_at_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mxrl.scan._FINITE_CHUNK", 10)
+    x = torch.zeros(7, 9)
+    assert nonfinite(x) == ""
+    x[6, 8] = float("-inf")
+    assert nonfinite(x) == "1 Inf among its 63 elements (the first at [6, 8])"
+    x[2, 0] = float("nan")
+    assert nonfinite(x) == "1 NaN and 1 Inf among its 63 elements (the first at [2, 0])"
+    assert nonfinite(torch.zeros(0, 4)) == ""
