@@ -204,6 +204,7 @@ def _chunks(x: Tensor, recipe: Recipe | Quantizer, dim: int, fmt: BlockFormat | 
         grid = to_grid(blocks, ideal_scale, fmt, "ideal", torch.finfo(blocks.dtype).max)
         ideal = from_grid(grid, ideal_scale.value, fmt, "ideal")
         mask = blocks.double().abs() < (maxima.double() * fmt.deadzone).unsqueeze(-1)
+        mask &= valid.unsqueeze(-1)  # beside an Inf, every finite element would count as small
         delta = clamped = None
         if foreign is not None:
             quantized = to_blocks(foreign[where], reference)
@@ -358,4 +359,5 @@ def inject(
     if energy_matched:
         noise = torch.randn(x.shape, dtype=torch.float64, device=x.device, generator=generator)
         error = noise * (error.norm() / noise.norm()) if x.numel() else noise
-    return (x.double() + error).to(x.dtype)
+    result = x.double() + error
+    return torch.where(result == 0, torch.copysign(result, x.double()), result).to(x.dtype)  # zeros keep x's sign

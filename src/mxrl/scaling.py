@@ -140,9 +140,9 @@ NVFP4_SCALE_MAX = {"": E4M3.max, "4over6": 256.0}  # 4/6 leaves room: a block sc
 
 
 def nvfp4_tensor_scale(amax: Tensor, rule: str) -> Tensor:
-    """The float32 scale of a tensor with finite maximum `amax`: amax / (6 · 448), or / (6 · 256) under 4over6; 0 for zeros.
+    """The scale of a tensor with finite maximum `amax`: amax / (6 · 448), or / (6 · 256) under 4over6; 0 for zeros.
 
-    It is float32 for a float64 tensor too, as it is stored, within [2^-149, the largest float32].
+    Float32 for a float64 tensor too, as it is stored, and within [2^-149, the largest float32].
     """
     scale = (amax / (6.0 * NVFP4_SCALE_MAX[rule])).clamp(max=torch.finfo(torch.float32).max).to(torch.float32)
     return torch.where((amax > 0) & (scale == 0), 2.0**-149, scale)
