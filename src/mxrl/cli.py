@@ -1,7 +1,7 @@
-"""The command line: `mxrl analyze | …`. No maths; each command imports what it needs when it runs.
+"""The command line: `mxrl analyze | train | …`. No maths; each command imports what it needs when it runs.
 
 Exit codes: 0 done; 1 the work failed; 2 the call was wrong (an option, a recipe); 130 Ctrl-C. A failure is one line on
-stderr.
+stderr. A command is a function here; what it raises becomes that line in `main`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _STATE = {"traceback": False}
+
+
+class Stopped(Exception):
+    """Ends the program with `code`; the message, if there is one, is the line on stderr."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @app.callback()
@@ -61,8 +69,11 @@ def analyze(
         raise typer.BadParameter(f"'{on_nonfinite}' is neither error nor skip", param_hint="--on-nonfinite")
     folder = out or Path(f"analysis-{_stem(model)}")
     errors = Console(stderr=True)
-    with Bar(errors) as bar:
-        result = run(model, recipe or ["mxfp4"], out=folder, on_nonfinite=on_nonfinite, progress=bar)
+    try:
+        with Bar(errors) as bar:
+            result = run(model, recipe or ["mxfp4"], out=folder, on_nonfinite=on_nonfinite, progress=bar)
+    except KeyboardInterrupt:
+        raise Stopped("interrupted; nothing was written", 130) from None
     for warning in result["warnings"]:
         errors.print(f"mxrl: warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     for skipped in result["skipped"]:
@@ -73,6 +84,53 @@ def analyze(
     else:
         print_analysis(result, Console())
         print(f"written: {folder / 'report.html'}, summary.json, tensors.jsonl")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def train(
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG] [--OPTION VALUE]...", help="A YAML file of options, and options over it."),
+    ] = None,
+    resume: Annotated[
+        str, typer.Option(metavar="auto|never", help="Go on from the run's last checkpoint, or start over.")
+    ] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """GRPO on a quantized policy: rollout and training in the recipe's arithmetic, importance-corrected.
+
+    The options are the fields of mxrl.rl.config.TrainConfig, as in: --recipe mxfp4+mbs+of --steps 50 --out runs/a
+    """
+    config, given = _options_of_train(options or [])
+    from mxrl.rl.config import TrainConfig
+
+    run = TrainConfig.from_options(config, **given)  # a wrong option is known before torch's friends are loaded
+    from mxrl.rl.train import train as start
+
+    summary = start(run, resume=resume)
+    if json:
+        from mxrl.report.summary import to_json
+
+        print(to_json(summary, indent=1))
+    elif summary["accuracy_before"] is not None:
+        print(f"greedy accuracy {summary['accuracy_before']:.4f} → {summary['accuracy_after']:.4f}; see {run.out}")
+    if summary["status"] == "interrupted":
+        raise Stopped("", 130)  # the run has said so, and how to go on
+
+
+def _options_of_train(words: list[str]) -> tuple[str | None, dict[str, str]]:
+    """`run.yaml --steps 50 --lr=1e-4 --save-model`: the file (or None), {"steps": "50", …, "save_model": "true"}."""
+    rest = list(words)
+    config = rest.pop(0) if rest and not rest[0].startswith("--") else None
+    options: dict[str, str] = {}
+    while rest:
+        name, has_value, value = rest.pop(0).partition("=")
+        if not name.startswith("--"):
+            raise typer.BadParameter(f"'{name}' is no option; write --OPTION VALUE", param_hint="OPTION")
+        if not has_value:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        options[name[2:].replace("-", "_")] = value
+    return config, options
 
 
 def _stem(model: str) -> str:
@@ -88,11 +146,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code: Any = app(args=arguments, prog_name="mxrl", standalone_mode=False)
         sys.stdout.flush()
-        if code == 130:
-            return _fail("interrupted; nothing was written", 130)
+        if code == 130:  # what typer makes of a KeyboardInterrupt
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
+    except Stopped as stop:
+        return _fail(str(stop), stop.code)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted; nothing was written", 130)
+        return _fail("interrupted", 130)
     except BrokenPipeError:  # whoever read our output has gone; Python must not try to flush it once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -105,21 +165,25 @@ def main(arguments: list[str] | None = None) -> int:
 def _explain(err: Exception) -> int:
     """The one line for an exception, and its exit code."""
     from mxrl.recipes import RecipeError
+    from mxrl.rl.config import ConfigError
 
-    message = " ".join(str(err).split())
     if hasattr(err, "format_message"):  # a usage error of typer's (its click is vendored or not, by version)
         message = " ".join(err.format_message().split())  # type: ignore[attr-defined]
-        code = getattr(err, "exit_code", 2)
-        return _fail(f"{message} (see mxrl --help)", code) if message else code  # without a message, help was printed
-    if isinstance(err, RecipeError):
+        # without a message, help was printed instead
+        return _fail(f"{message} (see mxrl --help)" if message else "", getattr(err, "exit_code", 2))
+    message = " ".join(str(err).split())
+    if isinstance(err, (RecipeError, ConfigError)):
         return _fail(message, 2)
+    if isinstance(err, ModuleNotFoundError) and err.name and not err.name.startswith("mxrl"):
+        return _fail(f"this command needs {err.name}, which is not installed: pip install 'mxrl[train]'", 1)
     if isinstance(err, (ValueError, RuntimeError, OSError)) and message:
         return _fail(message, 1)
     return _fail(f"{type(err).__name__}: {message} (this is a bug; `mxrl --traceback …` shows where)", 1)
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"mxrl: {message}", file=sys.stderr)
+    if message:
+        print(f"mxrl: {message}", file=sys.stderr)
     return code
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 W = 720.0  # width of every drawing
 COLORS = 8
+_LABEL = 32  # characters of a label; a longer one is cut, and whole in its title
 _CHARACTER = 7.7  # width allowed for a character of a label: the widest of the fonts that style.css falls back to
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
@@ -92,8 +93,8 @@ def bars(
     lanes = 1 if stacked else max(1, len(names))
     thick = 20 if lanes == 1 else 14
     row = lanes * thick + 14
-    left = min(250.0, 16 + _CHARACTER * max([len(s) for s in labels] + [4]))
-    longest = int((left - 16) / _CHARACTER)
+    longest = min(_LABEL, max([len(s) for s in labels] + [4]))
+    left = 16 + _CHARACTER * longest
     right, top = 74.0, 8.0
     ends = [[sum(v for n in names if (v := values[n][i]) > 0) for i in range(len(labels))]] if stacked else []
     ends += [] if stacked else [values[n] for n in names]
