@@ -157,7 +157,7 @@ def _classify_one(name: str, header: Header, headers: Mapping[str, Header], conv
 def _codes_or_bookkeeping(name: str, header: Header, reason: str | None) -> Role:
     """An integer or 8-bit float: the codes of a quantized linear weight (a fault), or indices, zero points, scales."""
     float8 = header.dtype.startswith(("F8", "F6", "F4"))
-    what = "float of 8 bits or fewer" if float8 else "integer"
+    what = "8-bit (or smaller) float" if float8 else "integer"
     codes = next((name.removesuffix(end) for end in _CODES if name.endswith(end)), None)
     reason = reason or (_not_linear(f"{codes}.weight", header) if codes else None)
     fused = kind_of(name) if len(header.shape) == 3 else "other"
@@ -178,4 +178,4 @@ def _transposed_experts(name: str, headers: Mapping[str, Header]) -> bool:
     gate_up, down = headers.get(f"{stem}.gate_up_proj"), headers.get(f"{stem}.down_proj")
     if gate_up is None or down is None or len(gate_up.shape) != 3 or len(down.shape) != 3:
         return False
-    return gate_up.shape[2] == 2 * down.shape[1] and gate_up.shape[1] == down.shape[2]
+    return gate_up.shape[1] == down.shape[2]  # both H; in the other layout these are 2I and I

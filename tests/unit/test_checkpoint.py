@@ -111,6 +111,11 @@ def test_what_is_left_and_why(name: str, shape: tuple[int, ...], reason: str) ->
     assert role.reason == reason
 
 
+def test_scales_in_small_floats_are_left() -> None:
+    roles = classify({"layers.0.q_proj.weight_scale": Header((64, 2), "F8_E8M0"), "a.zero_point": Header((4,), "I8")})
+    assert [r.reason for r in roles.values()] == ["8-bit (or smaller) float tensor", "integer tensor"]
+
+
 def test_names_sort_by_number() -> None:
     names = [f"model.layers.{i}.q_proj.weight" for i in (10, 2, 0, 11, 1)]
     assert [n.split(".")[2] for n in sorted(names, key=natural_key)] == ["0", "1", "2", "10", "11"]

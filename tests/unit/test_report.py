@@ -17,11 +17,13 @@ from tiny_models import tiny_model
 
 from mxrl.checkpoint import open_checkpoint
 from mxrl.decompose import ErrorStats, error_stats
-from mxrl.report import svg
 from mxrl.report.analyze import build_page, stack
+from mxrl.report.bars import bars
 from mxrl.report.files import staged, write_atomically
+from mxrl.report.lines import histogram, lines
 from mxrl.report.page import Page, percent, plain
 from mxrl.report.summary import DERIVED, summary, tensor_rows, to_json
+from mxrl.report.svg import Chart, ticks
 from mxrl.scan import Scan, scan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -55,7 +57,7 @@ def parse(html: str) -> Balanced:
     return parser
 
 
-def drawing(chart: svg.Chart) -> ET.Element:
+def drawing(chart: Chart) -> ET.Element:
     return ET.fromstring(chart.svg)
 
 
@@ -64,7 +66,7 @@ def drawing(chart: svg.Chart) -> ET.Element:
 
 @pytest.mark.parametrize("low,high", [(0, 0.0143), (-3, 7), (0, 1), (0.4, 0.41), (5, 5), (0, 1e9), (math.nan, 1)])
 def test_ticks_are_round_and_enclose(low: float, high: float) -> None:
-    steps = svg.ticks(low, high)
+    steps = ticks(low, high)
     assert 2 <= len(steps) <= 13
     if math.isfinite(low):
         assert steps[0] <= low + 1e-12
@@ -81,7 +83,7 @@ def test_numbers_as_text() -> None:
 
 
 def test_stacked_bars_lie_end_to_end() -> None:
-    chart = svg.bars(["a", "b"], {"x": [1.0, 2.0], "y": [3.0, 0.5]}, marks={"floor": [2.0, 2.0]})
+    chart = bars(["a", "b"], {"x": [1.0, 2.0], "y": [3.0, 0.5]}, marks={"floor": [2.0, 2.0]})
     boxes = [r.attrib for r in drawing(chart).iter(f"{SVG}rect")]
     assert [r["class"] for r in boxes] == ["s1", "s2", "s1", "s2"]
     x, width = [float(r["x"]) for r in boxes], [float(r["width"]) for r in boxes]
@@ -98,8 +100,8 @@ def test_stacked_bars_lie_end_to_end() -> None:
 
 def test_bars_refuse_a_negative_part_of_a_stack_but_not_beside_one_another() -> None:
     with pytest.raises(ValueError, match=r"part 'x' of 'a' is -1"):
-        svg.bars(["a"], {"x": [-1.0]})
-    chart = svg.bars(["a"], {"x": [-1.0], "y": [2.0]}, stacked=False, intervals={"x": [(-2.0, 0.5)]})
+        bars(["a"], {"x": [-1.0]})
+    chart = bars(["a"], {"x": [-1.0], "y": [2.0]}, stacked=False, intervals={"x": [(-2.0, 0.5)]})
     boxes = [r.attrib for r in drawing(chart).iter(f"{SVG}rect")]
     assert float(boxes[0]["x"]) + float(boxes[0]["width"]) == pytest.approx(float(boxes[1]["x"]), abs=0.02)
     assert chart.rows == [["a", "-1.000 [-2.000, 0.5000]", "2.000"]]
@@ -107,7 +109,7 @@ def test_bars_refuse_a_negative_part_of_a_stack_but_not_beside_one_another() -> 
 
 def test_lines_leave_a_gap_where_there_is_no_number() -> None:
     mean = [1.0, 2.0, math.nan, 4.0, 5.0]
-    chart = svg.lines(range(5), {"a": mean, "b": ([1.0] * 5, [0.5] * 5, [1.5] * 5)}, x_label="step")
+    chart = lines(range(5), {"a": mean, "b": ([1.0] * 5, [0.5] * 5, [1.5] * 5)}, x_label="step")
     paths = [p.attrib["class"] for p in drawing(chart).iter(f"{SVG}path")]
     assert paths == ["band s1", "band s1", "line s1", "line s1", "band s2", "line s2"]
     assert chart.rows[2] == ["2", "–", "1.000 [0.5000, 1.500]"]
@@ -116,18 +118,18 @@ def test_lines_leave_a_gap_where_there_is_no_number() -> None:
 
 def test_charts_of_nothing_are_still_drawings() -> None:
     for chart in (
-        svg.bars([], {"x": []}),
-        svg.bars(["a"], {"x": [math.nan]}),
-        svg.lines([], {"x": []}),
-        svg.lines([1], {"x": [math.nan]}),
-        svg.histogram([0, 1], [0.0]),
+        bars([], {"x": []}),
+        bars(["a"], {"x": [math.nan]}),
+        lines([], {"x": []}),
+        lines([1], {"x": [math.nan]}),
+        histogram([0, 1], [0.0]),
     ):
         assert "nan" not in chart.svg
         assert drawing(chart).tag == f"{SVG}svg"
 
 
 def test_histogram_shows_shares_and_their_reference() -> None:
-    chart = svg.histogram([0, 0.5, 1], [0.25, 0.75], reference={"uniform": [0.5, 0.5]}, x_label="δ")
+    chart = histogram([0, 0.5, 1], [0.25, 0.75], reference={"uniform": [0.5, 0.5]}, x_label="δ")
     heights = [float(r.attrib["height"]) for r in drawing(chart).iter(f"{SVG}rect")]
     assert heights[1] == pytest.approx(3 * heights[0], abs=0.05)
     assert chart.columns == ["from", "to", "share", "uniform"]

@@ -21,8 +21,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mxrl.report import svg
+from mxrl.report.bars import bars
 from mxrl.report.files import write_atomically
+from mxrl.report.lines import histogram, lines
 from mxrl.report.svg import Band, Chart, Format, percent, plain
 
 __all__ = ["Page", "percent", "plain"]
@@ -85,8 +86,8 @@ class Page:
         form: Format = plain,
         explain: str = "",
     ) -> Page:
-        """Horizontal bars (svg.bars): parts stacked or side by side, reference marks, intervals as whiskers."""
-        chart = svg.bars(labels, parts, stacked=stacked, marks=marks, intervals=intervals, axis=axis, form=form)
+        """Horizontal bars (bars.py): parts stacked or side by side, reference marks, intervals as whiskers."""
+        chart = bars(labels, parts, stacked=stacked, marks=marks, intervals=intervals, axis=axis, form=form)
         return self._figure(chart, caption, explain)
 
     def lines(
@@ -101,8 +102,8 @@ class Page:
         zero: bool = False,
         explain: str = "",
     ) -> Page:
-        """Series over x (svg.lines): a sequence of y, or a tuple (mean, lo, hi) for a line in its band."""
-        chart = svg.lines(x, series, x_label=x_label, y_label=y_label, form=form, zero=zero)
+        """Series over x (lines.py): a sequence of y, or a tuple (mean, lo, hi) for a line in its band."""
+        chart = lines(x, series, x_label=x_label, y_label=y_label, form=form, zero=zero)
         return self._figure(chart, caption, explain)
 
     def histogram(
@@ -116,8 +117,8 @@ class Page:
         form: Format = percent,
         explain: str = "",
     ) -> Page:
-        """Shares of the bins between `edges` (svg.histogram), with expected shares as lines."""
-        chart = svg.histogram(edges, shares, reference=reference, x_label=x_label, form=form)
+        """Shares of the bins between `edges` (lines.py), with expected shares as lines."""
+        chart = histogram(edges, shares, reference=reference, x_label=x_label, form=form)
         return self._figure(chart, caption, explain)
 
     def html(self) -> str:
