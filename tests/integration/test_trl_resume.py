@@ -29,6 +29,8 @@ def numbers(trainer):
     return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in steps(trainer)]
 
 
+QUICK = {"recipe": "mxfp4+aqn", "max_completion_length": 5}
+
 CASES = {
     "one update a rollout, accumulation": {"gradient_accumulation_steps": 2},
     "killed inside a rollout's updates": {
@@ -40,7 +42,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_killed_and_resumed_equal_six_straight(tmp_path, case):
-    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2, **CASES[case]}
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2, **QUICK, **CASES[case]}
     straight = tiny_trainer(tmp_path / "straight", **options)
     straight.train()
 
@@ -60,7 +62,7 @@ def test_three_steps_killed_and_resumed_equal_six_straight(tmp_path, case):
 
 
 def test_a_checkpoint_that_a_kill_cut_short_is_not_taken(tmp_path):
-    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, **QUICK}
     tiny_trainer(tmp_path, **options).train()
     first, second = complete_checkpoints(tmp_path)
     (second / "mxrl_state-0.pt").unlink()

@@ -454,11 +454,8 @@ class GRPOTrainer(TrlTrainer):
             raise RuntimeError(f"{checkpoint} is of recipe {state['recipe']}, this run's is {self.recipe}")
         self.vllm_generation.rollout, self.vllm_generation.synced_step = state["rollout"], state["synced_step"]
         self._last_loaded_step, self._step = state["synced_step"], state["step"]
-        self._buffered_inputs, self.record.rollout, self.record.carried = (
-            state["buffered"],
-            state["own"],
-            state["carried"],
-        )
+        self.record.rollout, self.record.carried = state["own"], state["carried"]
+        self._buffered_inputs = state["buffered"]
 
 
 def _without_autocast(head: nn.Module) -> None:
