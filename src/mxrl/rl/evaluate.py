@@ -7,8 +7,8 @@
 Paired, because recipes are compared on the same problems: with per-problem differences `d_i = a_i − b_i`, the standard
 error is `sd(d)/√n`, which is smaller than the unpaired one by what the two policies share.
 
-The entropy is that of the policy at temperature 1, in nats a token, averaged over the tokens it generated.
-Decoding uses the key-value cache with left padding; nothing truncates the distribution (no top-k, top-p or min-p).
+The entropy is that of the policy at the sampling temperature (1 for greedy), in nats a token, averaged over the tokens
+it generated. Decoding is `rollout.sample`, with the weights of a converted model quantized once.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 
+from mxrl.nn import quantized_layers, rollout_weights
 from mxrl.rl.chain import Problem
 from mxrl.rl.rewards import Reward
+from mxrl.rl.rollout import sample
 
 
 class Decoded(NamedTuple):
@@ -104,61 +106,28 @@ def decode(
 
     Sampling depends on `seed`, the order and `batch_size`; the global random state is left as it was.
     """
-    from transformers import GenerationConfig, LogitsProcessorList
-
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be >= 0 (0 is greedy)")
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None else ends
-    ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
-    # Whatever could truncate the distribution is set: what is left out would come from the model's own file.
-    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0} if temperature > 0 else {}
-    config = GenerationConfig(
-        do_sample=temperature > 0, num_beams=1, repetition_penalty=1.0,
-        max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=ends, **sampling,
-    )  # fmt: skip
-    texts: list[str] = []
-    tokens: list[int] = []
-    entropy: list[float] = []
-    finished: list[bool] = []
-    device = next(model.parameters()).device
-    training = model.training
-    model.eval()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(seed)
-        for start in range(0, len(prompts), batch_size):
-            chunk = list(prompts[start : start + batch_size])
-            inputs = tokenizer(chunk, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-            record = _Recorder(temperature)
-            output = model.generate(
-                input_ids=inputs["input_ids"].to(device),
-                attention_mask=inputs["attention_mask"].to(device),
-                generation_config=config,
-                logits_processor=LogitsProcessorList([record]),
-            )
-            ids = output[:, inputs["input_ids"].shape[1] :]
-            is_end = torch.isin(ids, torch.tensor(ends, device=device))
-            before_end = (is_end.cumsum(1) - is_end.long()) == 0  # True up to and with the first end token
-            texts += tokenizer.batch_decode(ids.masked_fill(~before_end, pad), skip_special_tokens=True)
-            tokens += before_end.sum(1).tolist()
-            entropy += (torch.stack(record.steps, 1) * before_end).sum(1).tolist()
-            finished += is_end.any(1).tolist()
-    model.train(training)
-    return Decoded(texts, tokens, entropy, finished)
-
-
-class _Recorder:
-    """Keeps each step's entropy ([batch], nats, at temperature 1) and applies the temperature."""
-
-    def __init__(self, temperature: float):
-        self.temperature = temperature
-        self.steps: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        log_p = torch.log_softmax(scores.float(), -1)
-        self.steps.append(-(log_p.exp() * log_p).nan_to_num(0.0).sum(-1))
-        return scores / self.temperature if self.temperature > 0 else scores
+    prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+    converted = any(True for _ in quantized_layers(model))
+    # the weights don't change here, so a converted model quantizes each once, not once a token
+    with rollout_weights(model) if converted else nullcontext():
+        out = sample(
+            model, prompt_ids,
+            max_new_tokens=max_new_tokens, eos_token_id=ends, pad_token_id=pad,
+            temperature=temperature or 1.0, greedy=temperature == 0, seed=seed, batch_size=batch_size,
+        )  # fmt: skip
+    ids = out.completions()
+    stops = {ends} if isinstance(ends, int) else set(ends)
+    return Decoded(
+        texts=tokenizer.batch_decode(ids, skip_special_tokens=True),
+        tokens=[len(row) for row in ids],
+        entropy=out.entropies.sum(1).tolist(),
+        finished=[row[-1] in stops for row in ids],
+    )
 
 
 def evaluate(
