@@ -363,7 +363,7 @@ class GRPOTrainer(TrlTrainer):
     def _contexts(self, count: int = 8) -> tuple[Tensor, Tensor]:
         """Token ids and mask of the fixed contexts of the logit noise."""
         if self._context_ids is None:
-            if self.contexts is not None:
+            if self.contexts:
                 ids = [self._tokenizer(text)["input_ids"] for text in self.contexts]
             else:
                 rows = [row["prompt"] for row, _ in zip(self.train_dataset, range(count), strict=False)]

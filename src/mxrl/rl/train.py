@@ -82,7 +82,7 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
         recipe=config.recipe,
         score=config.score,
         answer_of=ANSWER_OF.get(config.task),
-        contexts=[f"{p.prompt}{solution(p)}" for p in held_out[:8]] if config.task == "chain" else None,
+        contexts=_contexts(config),
         monitor_every=config.monitor_every,
         rollout_batch_size=config.rollout_batch,
     )
@@ -91,11 +91,16 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
     )
 
     def measure() -> Evaluation:
-        with trainer.rollout_policy() as (policy, _):
+        with trainer.accelerator.autocast():  # in the run's dtype; evaluate quantizes each weight once
             return evaluate(
-                policy, tokenizer, held_out, reward=task.reward, max_new_tokens=tokens,
-                batch_size=config.eval_batch, style=style_of if config.task == "chain" else None,
-            )  # fmt: skip
+                trainer.accelerator.unwrap_model(trainer.model_wrapped),
+                tokenizer,
+                held_out,
+                reward=task.reward,
+                max_new_tokens=tokens,
+                batch_size=config.eval_batch,
+                style=style_of if config.task == "chain" else None,
+            )
 
     keeper = Keeper(config, out, trainer.record.phase, measure if held_out else None)
     trainer.remove_callback(PrinterCallback)
@@ -248,6 +253,14 @@ def _held_out(config: TrainConfig) -> list[Any]:
     if not config.eval_problems:
         return []
     return load_task(config.task, seed=config.eval_seed, n=config.eval_problems, split="test", **config.task_options)
+
+
+def _contexts(config: TrainConfig, count: int = 8) -> list[str] | None:
+    """Texts on which the logit noise is measured: worked solutions; None (the trainer takes prompts) elsewhere."""
+    if config.task != "chain":
+        return None
+    problems = load_task("chain", seed=config.eval_seed, n=count, split="test", **config.task_options)
+    return [f"{p.prompt}{solution(p)}" for p in problems]
 
 
 def _reward(task: str) -> Callable[..., list[float]]:

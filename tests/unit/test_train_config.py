@@ -1,0 +1,81 @@
+"""TrainConfig: what a file and a command line may say, and the one line that comes back when they can't."""
+
+import pytest
+
+from mxrl.recipes import RecipeError
+from mxrl.rl.config import ConfigError, TrainConfig
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_options_over_a_file(tmp_path):
+    path = write(
+        tmp_path, "recipe: mxfp4+of\nlr: 1e-4\nsteps: 7\ntask_options: {numbers: [3, 4]}\nrun: {commit: abc}\n"
+    )
+    config = TrainConfig.from_options(path, steps="9", out=None, lm_head_fp32="true", micro_batch="null")
+    assert (config.recipe, config.lr, config.steps, config.lm_head_fp32) == ("mxfp4+of", 1e-4, 9, True)
+    assert config.task_options == {"numbers": [3, 4]} and config.out == TrainConfig().out
+    assert config.micro_batch is None
+
+
+def test_what_it_writes_it_reads(tmp_path):
+    import yaml
+
+    config = TrainConfig(recipe="bf16", lr=3e-5, task_options={"ops": "+-"}, rollout_batch=16)
+    path = write(tmp_path, yaml.safe_dump({**config.to_dict(), "run": {"device": "cpu"}}))
+    assert TrainConfig.from_options(path) == config
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"learning": 1e-4}, "unknown option 'learning'"),
+        ({"promts_per_step": 4}, r"unknown option 'promts_per_step' \(did you mean 'prompts_per_step'\?\)"),
+        ({"lr": "fast"}, "lr='fast' must be a number"),
+        ({"steps": "2.5"}, "steps='2.5' must be a whole number"),
+        ({"steps": True}, "steps=True must be a whole number"),
+        ({"save_model": "perhaps"}, "save_model='perhaps' must be true or false"),
+        ({"steps": 0}, "steps=0 must be positive"),
+        ({"lr": float("nan")}, "lr=nan must be positive"),
+        ({"eval_every": -1}, "eval_every=-1 must not be negative"),
+        ({"samples_per_prompt": 1}, "at least 2"),
+        ({"loss": "grop"}, r"loss='grop' \(did you mean 'grpo'\?\) is none of"),
+        (
+            {"prompts_per_step": 3, "samples_per_prompt": 3, "updates_per_rollout": 2},
+            "does not divide a step's 9 samples",
+        ),
+    ],
+)
+def test_one_clear_line(options, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        TrainConfig.from_options(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_recipe_that_can_not_be(tmp_path):
+    with pytest.raises(RecipeError, match="fp5"):
+        TrainConfig.from_options(recipe="fp5")
+
+
+@pytest.mark.parametrize("text, message", [("- a\n", "option: value"), ("a: [1\n", "not YAML"), ("lrr: 1\n", "lrr")])
+def test_a_file_that_says_nothing_useful(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as error:
+        TrainConfig.from_options(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="can't be read"):
+        TrainConfig.from_options(tmp_path / "no.yaml")
+
+
+def test_batches_are_the_largest_divisor():
+    config = TrainConfig(prompts_per_step=12, samples_per_prompt=8, updates_per_rollout=2, iterations=3, micro_batch=20)
+    assert config.sequences == 96 and config.updates == 6
+    assert config.batches("cpu") == (16, 3)  # 48 an update; 20 allows 16
+    assert TrainConfig().batches("cuda") == (512, 1) and TrainConfig().batches("cpu") == (64, 8)
