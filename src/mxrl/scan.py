@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mxrl.checkpoint import Checkpoint, Weight
 from mxrl.decompose import ErrorStats, error_stats
+from mxrl.kinds import KINDS
 from mxrl.recipes import Recipe, RecipeError
 
 PLAIN = "mxfp4"
@@ -69,8 +70,6 @@ class Scan:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of layer found, in order of first appearance in a block's forward pass (q, k, v, o, gate, …)."""
-        from mxrl.kinds import KINDS
-
         found = {t.weight.kind for t in self.tensors}
         return tuple(k for k in KINDS if k in found)
 

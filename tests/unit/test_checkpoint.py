@@ -397,6 +397,7 @@ def test_a_hub_id_downloads_safetensors_only(tmp_path: Path, monkeypatch: pytest
     repo, options = calls[0]
     assert (repo, options["revision"]) == ("someone/tiny", "v1")
     assert options["allow_patterns"] == ["*.safetensors", "*.safetensors.index.json"]
+    assert options["ignore_patterns"] == ["*/*"]  # no second copy from original/ or onnx/
     (tmp_path / "model.safetensors").unlink()
     fails("someone/tiny", "no .safetensors file")
 
