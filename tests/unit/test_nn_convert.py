@@ -70,6 +70,10 @@ def test_any_other_dense_model():
             self.attention = nn.MultiheadAttention(32, 2)
             self.tied = nn.Linear(32, VOCAB, bias=False)
             self.tied.weight = self.embed.weight
+            self.unembed = nn.Linear(32, VOCAB)
+
+        def get_output_embeddings(self):
+            return self.unembed
 
     report = mxrl.convert(Toy(), "mxfp4")
     assert {c.name for c in report.converted} == {"body.0.weight", "body.2.weight"}
@@ -80,6 +84,7 @@ def test_any_other_dense_model():
         "attention": "MultiheadAttention is not a linear layer that mxrl knows",
         "attention.out_proj": "NonDynamicallyQuantizableLinear is a linear layer of its own kind",
         "tied": "output head, tied to the embedding",
+        "unembed": "output head",
     }
 
 
@@ -120,6 +125,16 @@ def test_unknown_experts_are_an_error_before_anything_changes():
     report = mxrl.convert(model, "mxfp4", skip=["*.block_sparse_moe.*_linear"])
     assert len(report.converted) == 4  # q, k, v, o
     assert {i.reason for i in report.left if "router" in i.name} == {"router"}
+
+
+def test_a_stack_of_matrices_is_taken_for_unknown_experts():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2, 32, 32))
+
+    with pytest.raises(ConvertError, match="1 is a Stack, experts that mxrl doesn't know"):
+        mxrl.convert(nn.Sequential(nn.Linear(32, 32), Stack()), "mxfp4")
 
 
 def test_experts_that_are_a_list_of_linear_layers():

@@ -70,7 +70,7 @@ def test_forward_and_gradients(recipe, weight, activation, grad, quantize_grad, 
     text = f"{recipe}+backward={backward}+quantize_grad={quantize_grad}"
     layer = layer_with(text)
     x = few_bits(2, T // 2, K, seed=3)
-    dy = torch.randint(-3, 4, (2, T // 2, OUT), generator=torch.Generator().manual_seed(4)).double()
+    dy = torch.randint(-50, 51, (2, T // 2, OUT), generator=torch.Generator().manual_seed(4)).double()
     y, dx, dw, db = run(layer, x, dy)
 
     w, b, rows, drows = layer.weight.detach(), layer.bias.detach(), x.view(T, K), dy.view(T, OUT)
@@ -95,7 +95,7 @@ def test_forward_and_gradients(recipe, weight, activation, grad, quantize_grad, 
 @pytest.mark.parametrize("recipe", ["mxfp4+mbs", "mxfp4+mbs:search16+of:0.25", "nvfp4", "nvfp4:4over6", "mxfp4:e8m3"])
 def test_scales_that_are_no_powers_of_two(recipe):
     layer, x = layer_with(recipe), few_bits(T, K, seed=3)
-    dy = torch.randint(-3, 4, (T, OUT)).double()
+    dy = torch.randint(-50, 51, (T, OUT)).double()
     y, dx, dw, _ = run(layer, x, dy)
     xq, wq = mxrl.fake_quantize(x, recipe), mxrl.fake_quantize(layer.weight.detach(), recipe)
     close = dict(rtol=1e-13, atol=1e-10)  # such products have more than 53 bits; sums reach 1e4
@@ -171,6 +171,14 @@ def test_bf16_recipe_is_the_plain_linear_layer(autocast):
             dy = dy.bfloat16()
         for ours, theirs in zip(run(layer, x, dy), run(plain, x, dy), strict=True):
             assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+
+
+def test_autocast_leaves_float64_alone():
+    layer, x = layer_with("mxfp4"), few_bits(T, K, seed=3)
+    with torch.no_grad():
+        expected = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(x), expected)
 
 
 @pytest.mark.parametrize(("recipe", "quantized"), [("mxfp4", True), ("mxfp4+backward=master", False)])

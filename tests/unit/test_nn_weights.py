@@ -88,18 +88,24 @@ def test_held_forward_is_the_forward(family, recipe):
             assert torch.equal(model(t).logits, expected)
 
 
-def test_gradients_flow_through_held_weights():
-    model, t = converted("qwen3_moe"), tokens()
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_gradients_flow_through_held_weights(family):
+    """With the noise n = w the layers hold Q(2w) = 2Q(w): the gradients are those of a model with doubled weights."""
+    t = tokens()
 
-    def gradients():
-        model.zero_grad()
+    def gradients(model: nn.Module) -> dict[str, Tensor]:
         model(t).logits.square().sum().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
+        return {name: p.grad for name, p in model.named_parameters()}
 
-    plain = gradients()
-    with rollout_weights(model):
-        held = gradients()
-    assert all(torch.equal(plain[name], held[name]) for name in plain)
+    model, doubled = converted(family), converted(family)
+    with torch.no_grad():
+        for layer in quantized_layers(doubled):
+            for attribute in layer.weights:
+                layer.parameter(attribute).mul_(2)
+    with rollout_weights(model, lambda name, w: w):
+        held = gradients(model)
+    expected = gradients(doubled)
+    assert all(torch.equal(held[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
