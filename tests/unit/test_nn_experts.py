@@ -178,6 +178,23 @@ def test_copies_and_pickles():
             assert torch.equal(other(t).logits, expected)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_compiles_around_the_experts(family):
+    model = tiny_model(family)
+    mxrl.convert(model, "mxfp4+of")
+    block = model.model.layers[0].mlp
+    x = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+
+    def gradients(fn) -> list[Tensor]:
+        y = fn(x)
+        y = y[0] if isinstance(y, tuple) else y
+        return [y, *torch.autograd.grad(y.square().sum(), list(block.parameters()))]
+
+    torch._dynamo.reset()
+    compiled = gradients(torch.compile(block, backend="aot_eager"))
+    assert all(torch.equal(a, b) for a, b in zip(compiled, gradients(block), strict=True))
+
+
 def test_only_experts_with_the_decorators_parameters_are_known():
     experts = experts_of("qwen3_moe")
     assert is_known_experts(experts)

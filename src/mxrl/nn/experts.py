@@ -109,6 +109,7 @@ def _project(module: Experts, name: str, x_SK: Tensor, operands: Operands, count
     return torch.cat([straight_through(x, w_EOK[e], bias[e], q, wq_EOK[e], operands) for e, x, q in busy])
 
 
+@torch.compiler.disable  # how many tokens an expert gets is data: one clean graph break instead of many
 def quantized_experts_forward(
     self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
