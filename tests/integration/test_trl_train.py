@@ -22,6 +22,21 @@ def test_without_noise_and_scored_by_one_pass_there_is_no_gap(tmp_path, recipe):
     assert all(row["grad_norm"] > 0 and math.isfinite(row["loss"]) for row in rows)
 
 
+def test_decoding_and_training_count_positions_alike(tmp_path):
+    """Prompts of different lengths: TRL itself would count the padding, which a rotary model forgives up to rounding."""
+    trainer = tiny_trainer(tmp_path, "bf16", max_steps=1)
+    seen = []
+
+    def look(module, args, kwargs):
+        if kwargs.get("position_ids") is not None and kwargs["position_ids"].shape[-1] > 1:
+            seen.append((kwargs["position_ids"], kwargs.get("attention_mask")))
+
+    trainer.model.model.register_forward_pre_hook(look, with_kwargs=True)
+    trainer.train()
+    assert len(seen) > 2 and any((mask == 0).any() for _, mask in seen if mask is not None)
+    assert all((p.gather(-1, m.argmax(-1, keepdim=True)) == 0).all() for p, m in seen if m is not None)
+
+
 def test_what_is_logged_at_every_step(tmp_path):
     trainer = tiny_trainer(tmp_path, "mxfp4+mbs+of+aqn", monitor_every=2, max_steps=3)
     trainer.train()

@@ -46,7 +46,16 @@ from mxrl.recipes import Recipe
 from mxrl.rl.gap import gap_stats
 from mxrl.rl.monitor import distinct, logit_noise, weight_stats
 from mxrl.rl.rewards import text_of
-from mxrl.rl.rollout import NEUTRAL, decode_gap, left_pad, refuse_biased_sampling, sample, seeded
+from mxrl.rl.rollout import (
+    NEUTRAL,
+    decode_gap,
+    left_pad,
+    positions,
+    refuse_biased_sampling,
+    sample,
+    seeded,
+    takes_positions,
+)
 from mxrl.rl.steps import StepRecord
 
 STATE_FILE = "mxrl_state"  # in every checkpoint; written last, so a checkpoint that has it is complete
@@ -227,6 +236,8 @@ class GRPOTrainer(TrlTrainer):
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if args.cast_lm_head_to_fp32:
             _without_autocast(self.accelerator.unwrap_model(self.model).get_output_embeddings())
+        if takes_positions(self.model):
+            self.model.register_forward_pre_hook(_real_positions, with_kwargs=True)
         self.vllm_generation = QuantizedRollout(self)
         self._last_loaded_step = -1
         self.use_vllm = True  # from here on, TRL's importance sampling is on
@@ -456,6 +467,14 @@ class GRPOTrainer(TrlTrainer):
         self._last_loaded_step, self._step = state["synced_step"], state["step"]
         self.record.rollout, self.record.carried = state["own"], state["carried"]
         self._buffered_inputs = state["buffered"]
+
+
+def _real_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Count positions from the first real token in TRL's scoring passes, as decoding does; TRL counts padding too."""
+    mask = kwargs.get("attention_mask")
+    if not kwargs.get("fused_lm_head") or mask is None or kwargs.get("position_ids") is not None:
+        return None
+    return args, {**kwargs, "position_ids": positions(mask)}
 
 
 def _without_autocast(head: nn.Module) -> None:

@@ -22,7 +22,7 @@ from mxrl.nn import Operands, quantized_layers
 from mxrl.nn.experts import contraction_dim
 from mxrl.nn.layers import QuantizedLayer, full_tensor
 from mxrl.recipes import Recipe
-from mxrl.rl.rollout import inference
+from mxrl.rl.rollout import inference, positions, takes_positions
 
 
 @torch.no_grad()
@@ -71,10 +71,13 @@ def logit_noise(model: Any, ids: Tensor, mask: Tensor) -> float:
 
     Call it outside `rollout_weights`, and under the autocast that the run computes in. Two forward passes.
     """
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    if takes_positions(model):
+        inputs["position_ids"] = positions(mask)
     with inference(model):
-        noisy = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+        noisy = model(**inputs).logits.float()
         with unquantized(model):
-            clean = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+            clean = model(**inputs).logits.float()
     eta = (noisy - clean)[mask.bool()]
     eta = eta - eta.mean(-1, keepdim=True)
     return math.sqrt(float(eta.square().mean())) if eta.numel() else math.nan

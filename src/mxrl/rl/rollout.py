@@ -17,6 +17,7 @@ distribution that the training pass never computes, and the ratio of the two is 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -153,6 +154,22 @@ def inference(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def positions(mask: Tensor) -> Tensor:
+    """Position of each token of a left-padded batch, counted from its row's first real token; [B, T] like the mask.
+
+    Decoding counts so. A pass that counts from the start of the row, padding included, gives a rotary model the same
+    result but for rounding, and rounding is what a 4-bit activation doesn't forgive: on an 8-layer random network in
+    bf16 it added a third to mean |Δ logp|.
+    """
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def takes_positions(model: Any) -> bool:
+    """Whether the Hugging Face model (or the one inside PEFT's) has position_ids among its inputs."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "position_ids" in inspect.signature(type(base).forward).parameters
+
+
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
@@ -262,15 +279,19 @@ def score(
 ) -> Scores:
     """Score the last `completion_length` tokens of ids [B, T] by a full forward pass, `chunk` sequences at a time.
 
-    mask [B, T] is the attention mask. As in TRL, positions count from the start of the row, padding included; a model
-    with rotary embeddings doesn't see the difference. Peak memory beyond the model's own: chunk · C · V floats.
+    mask [B, T] is the attention mask. Peak memory beyond the model's own: chunk · C · V floats.
     """
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    counted = takes_positions(model)
     with inference(model):
         for start in range(0, ids.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = model(
-                input_ids=ids[rows], attention_mask=mask[rows], logits_to_keep=completion_length + 1, use_cache=False
+                input_ids=ids[rows],
+                attention_mask=mask[rows],
+                **({"position_ids": positions(mask[rows])} if counted else {}),
+                logits_to_keep=completion_length + 1,
+                use_cache=False,
             ).logits[:, -completion_length - 1 : -1]
             logp = (logits.float() / temperature).log_softmax(-1)
             tokens = ids[rows, -completion_length:].unsqueeze(-1)
