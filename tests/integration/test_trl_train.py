@@ -23,7 +23,7 @@ def test_without_noise_and_scored_by_one_pass_there_is_no_gap(tmp_path, recipe):
 
 
 def test_decoding_and_training_count_positions_alike(tmp_path):
-    """Prompts of different lengths: TRL itself would count the padding, which a rotary model forgives up to rounding."""
+    """Prompts of different lengths: TRL itself would count the padding, which rotary models forgive up to rounding."""
     trainer = tiny_trainer(tmp_path, "bf16", max_steps=1)
     seen = []
 
