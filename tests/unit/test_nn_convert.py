@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import DENSE, FAMILIES, MOE, VOCAB, tiny_model, tokens
 from torch import nn
-from transformers import AutoModelForCausalLM, GraniteMoeConfig
+from transformers import AutoModelForCausalLM, JetMoeConfig
 
 import mxrl
 from mxrl.nn import ConvertError, QuantizedLinear, canonical_name, master_matrices, quantized_layers, rollout_weights
@@ -113,17 +113,18 @@ def test_a_pattern_that_leaves_nothing_out_is_an_error(pattern):
 
 
 def test_unknown_experts_are_an_error_before_anything_changes():
-    config = GraniteMoeConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1,
+    config = JetMoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_key_value_heads=1,
+        num_local_experts=2, num_experts_per_tok=1, kv_channels=16,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConvertError, match="GraniteMoeParallelExperts") as error:
+    with pytest.raises(ConvertError, match="JetMoeParallelExperts") as error:
         mxrl.convert(model, "mxfp4")
     assert "Qwen3MoeExperts" in str(error.value) and "\n" not in str(error.value)
+    assert "skip=['model.layers.*.mlp.input_linear']" in str(error.value)
     assert not list(quantized_layers(model))
-    report = mxrl.convert(model, "mxfp4", skip=["*.block_sparse_moe.*_linear"])
-    assert len(report.converted) == 4  # q, k, v, o
+    report = mxrl.convert(model, "mxfp4", skip=["*.mlp.*_linear", "*.experts.*_linear"])
+    assert [c.name for c in report.converted] == ["model.layers.0.self_attention.kv_proj.weight"]
     assert {i.reason for i in report.left if "router" in i.name} == {"router"}
 
 
@@ -158,7 +159,7 @@ def test_a_replaced_forward_is_an_error():
 
 
 def test_nothing_to_convert_is_an_error():
-    with pytest.raises(ConvertError, match="no linear layer"):
+    with pytest.raises(ConvertError, match="LayerNorm has no linear layer to convert, only LayerNorm"):
         mxrl.convert(nn.LayerNorm(8), "mxfp4")
 
 

@@ -99,7 +99,8 @@ def convert(model: nn.Module, recipe: Recipe | str, *, skip: Iterable[str] = ())
         raise ConvertError("convert: the model is inside rollout_weights; leave that block first")
     plan, left, skipped = _plan(model, patterns)
     if not plan:
-        raise ConvertError(f"convert: {type(model).__name__} has no linear layer to convert")
+        kinds = sorted({type(m).__name__ for m in model.modules() if any(True for _ in m.parameters(recurse=False))})
+        raise ConvertError(f"convert: {type(model).__name__} has no linear layer to convert, only {', '.join(kinds)}")
 
     operands = Operands.of(recipe)
     converted: list[Converted] = []
@@ -158,7 +159,7 @@ def _plan(model: nn.Module, patterns: tuple[str, ...]) -> tuple[list[tuple[str, 
                 raise ConvertError(
                     f"convert: {name} is a {type(module).__name__}, experts that mxrl doesn't know; known: "
                     f"{', '.join(experts.KNOWN)} and others that transformers' use_experts_implementation dispatches; "
-                    f"skip=['{name}'] leaves it unquantized"
+                    f"skip=['{_starred(name)}'] leaves them unquantized"
                 )
             elif "forward" in module.__dict__:
                 raise ConvertError(

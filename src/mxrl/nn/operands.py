@@ -94,7 +94,10 @@ class HeldWeight:
     version: int
 
     def check(self) -> None:
-        """Raise RolloutError if the parameter was written to since (every in-place operation counts up `_version`)."""
+        """Raise RolloutError if the parameter was written to since.
+
+        Every in-place operation counts up `_version`, an optimizer's step too; a write through `.data` escapes it.
+        """
         if self.parameter._version != self.version:
             raise RolloutError(
                 f"{self.name}: the weight changed inside rollout_weights; update weights only after the block has ended"
