@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import statistics
 
 import pytest
 import torch
@@ -23,6 +25,16 @@ KNOWN = [
 ]
 
 
+def philox_by_hand(counter, key) -> list[int]:
+    """Whole numbers, no wrapping."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & ONES, (p0 >> 32) ^ c[3] ^ k[1], p0 & ONES]
+        k = [(k[0] + 0x9E3779B9) & ONES, (k[1] + 0xBB67AE85) & ONES]
+    return c
+
+
 @pytest.mark.parametrize(("counter", "key", "want"), KNOWN)
 def test_philox_known_answers(counter, key, want):
     words = philox4x32(tuple(torch.tensor([c], dtype=torch.int64) for c in counter), key)
@@ -30,20 +42,11 @@ def test_philox_known_answers(counter, key, want):
 
 
 def test_philox_against_plain_python():
-    """Whole numbers, no wrapping: the same bijection for many counters at once."""
-
-    def one(c, k):
-        c, k = list(c), list(k)
-        for _ in range(10):
-            p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
-            c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & ONES, (p0 >> 32) ^ c[3] ^ k[1], p0 & ONES]
-            k = [(k[0] + 0x9E3779B9) & ONES, (k[1] + 0xBB67AE85) & ONES]
-        return c
-
+    """The same bijection for many counters at once."""
     g = torch.Generator().manual_seed(0)
     counters = torch.randint(0, 2**32, (4, 200), generator=g)
     words = torch.stack(philox4x32(tuple(counters), (0xDEADBEEF, 0x12345678)))
-    want = [one(counters[:, i].tolist(), (0xDEADBEEF, 0x12345678)) for i in range(200)]
+    want = [philox_by_hand(counters[:, i].tolist(), (0xDEADBEEF, 0x12345678)) for i in range(200)]
     assert words.T.tolist() == want
 
 
@@ -53,7 +56,7 @@ def test_any_slice_is_that_slice_of_the_whole():
     assert whole.dtype == torch.float32 and whole.shape == (5000,)
     for start, count in ((0, 1), (1, 1), (3, 9), (4, 4), (1023, 2000), (4999, 1), (17, 0)):
         assert_same(philox_normal(1, 2, name, start, count), whole[start : start + count])
-    far = 2**33 + 5  # past 32 bits of index
+    far = 2**34 + 5  # past 32 bits of the counter, which counts fours: its second word is then 1
     assert_same(philox_normal(1, 2, name, far, 8)[3:], philox_normal(1, 2, name, far + 3, 5))
     assert (philox_normal(1, 2, name, far, 8) != whole[5:13]).any()
 
@@ -89,6 +92,16 @@ def test_a_value_written_down():
 
 
 WRITTEN_DOWN = ["0x1.ff57780000000p-1", "0x1.086e1e0000000p-2", "0x1.d50cf40000000p-1", "0x1.d026260000000p-2"]
+
+
+def test_the_whole_chain_against_plain_python():
+    """Twenty thousand draws by whole numbers, blake2b and the standard library's quantile: equal float32 values."""
+    digest = hashlib.blake2b(b"5\x002\x00w", digest_size=16).digest()
+    k0, k1, c2, c3 = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8, 12))
+    words = [w for i in range(5000) for w in philox_by_hand((i, 0, c2, c3), (k0, k1))]
+    quantile = statistics.NormalDist().inv_cdf
+    want = torch.tensor([quantile((w + 0.5) / 2**32) for w in words], dtype=torch.float64).float()
+    assert_same(philox_normal(5, 2, "w", 0, 20000), want)
 
 
 def test_moments_and_tails():

@@ -233,23 +233,12 @@ def test_quantizing_again_keeps_the_values(values):
 
 
 def test_quantizing_again_changes_scale_codes():
-    """The maximum may round down to 3, 4 or less, so a scale derived again is smaller: 28 % of blocks of N(0, 1)."""
-    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(13))
+    """A maximum may round down, and a scale derived again is then smaller: 28 % of N(0, .02²)'s blocks, same values."""
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(13)) * 0.02
     packed = quantize(x)
     again = quantize(packed.dequantize())
-    changed = (packed.scales != again.scales).double().mean().item()
-    assert 0.1 < changed < 0.5
+    assert (packed.scales != again.scales).double().mean().item() == pytest.approx(0.28, abs=0.02)
     assert_same(again.dequantize(), packed.dequantize())
-
-
-@given(
-    lists, st.sampled_from(["mxfp4", "mxfp4:floor", "mxfp4:e8m2", "mxfp4+mbs", "mxfp4+mbs:search16", "mxfp4+mbs:joint"])
-)
-@QUICK
-def test_alpha_zero_is_the_base(values, text):
-    x = torch.tensor(values)
-    for dtype in (torch.float32, torch.bfloat16):
-        assert_same(fake_quantize(x.to(dtype), text + "+of:0"), fake_quantize(x.to(dtype), text), text)
 
 
 @given(lists)
