@@ -181,6 +181,11 @@ def test_autocast_leaves_float64_alone():
             assert torch.equal(layer(x), expected)
 
 
+def test_meta_device():
+    with torch.device("meta"):
+        assert QuantizedLinear(K, OUT, recipe="bf16")(torch.empty(T, K)).shape == (T, OUT)
+
+
 @pytest.mark.parametrize(("recipe", "quantized"), [("mxfp4", True), ("mxfp4+backward=master", False)])
 def test_backward_keeps_only_the_two_tensors_it_uses(recipe, quantized):
     layer, x = layer_with(recipe), few_bits(T, K, seed=3).requires_grad_()

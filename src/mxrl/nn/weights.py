@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mxrl.corrections import aqn_sigma, philox_normal
 from mxrl.nn.layers import QuantizedLayer, canonical_name, full_tensor, quantized_layers
-from mxrl.nn.operands import HeldWeight, RolloutError
+from mxrl.nn.operands import HeldWeight, RolloutError, compute_dtype
 from mxrl.recipes import Recipe, RecipeError
 
 Noise = Callable[[str, Tensor], Tensor]  # (canonical name, master weight [...]) -> noise, float32 [...]
@@ -136,19 +136,13 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _rollout_dtype(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None and torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64:
-        return torch.get_autocast_dtype(weight.device.type)
-    return dtype or weight.dtype
-
-
 def _hold(
     layer: QuantizedLayer, attribute: str, noise: Noise | None, dtype: torch.dtype | None, report: RolloutReport
 ) -> HeldWeight:
     """Q(w) of one stored parameter, with the noise of each matrix in it."""
     parameter = layer.parameter(attribute)
     master = full_tensor(parameter)
-    dtype = _rollout_dtype(master, dtype)
+    dtype = dtype or compute_dtype(master)
     name = f"{layer.name}.{attribute}"
     clean = layer.quantize(attribute, master.to(dtype))
     if noise is None:
