@@ -30,7 +30,7 @@ from mxrl.formats import MXFP4, BlockFormat
 from mxrl.ops.qdq import passes, to_blocks
 from mxrl.quantize import as_rows, check_input, row_chunks, whole_tensor_scale
 from mxrl.recipes import Recipe
-from mxrl.scaling import block_scale, from_grid, to_grid
+from mxrl.scaling import block_scale, divide, from_grid, to_grid
 
 Quantizer = Callable[[Tensor], Tensor]
 COMPONENTS = ("scale", "deadzone", "grid")
@@ -160,7 +160,8 @@ def is_orthogonal(recipe: Recipe | Quantizer) -> bool:
     """True where the effective scale is at least the ideal one, so that all of D goes to zero."""
     if not isinstance(recipe, Recipe):
         return False
-    ceiling = recipe.rule in ("ceil", "ideal") or recipe.rule.startswith("e8m")
+    ceiling = recipe.rule == "ceil" or recipe.rule.startswith("e8m")
+    ceiling |= recipe.rule == "ideal" and not recipe.mbs  # p·x and p·m are rounded apart, and the ratio may pass 1/4
     return recipe.base in ("mxfp4", "mxfp8") and ceiling and recipe.mbs != "joint" and not recipe.of
 
 
@@ -203,7 +204,7 @@ def _chunks(x: Tensor, recipe: Recipe | Quantizer, dim: int, fmt: BlockFormat | 
         ideal_scale = block_scale(maxima, fmt, "ideal")
         grid = to_grid(blocks, ideal_scale, fmt, "ideal", torch.finfo(blocks.dtype).max)
         ideal = from_grid(grid, ideal_scale.value, fmt, "ideal")
-        mask = blocks.double().abs() < (maxima.double() * fmt.deadzone).unsqueeze(-1)
+        mask = blocks.abs().double() * fmt.deadzone_ratio < maxima.unsqueeze(-1)  # exact: 24·x fits float64
         mask &= valid.unsqueeze(-1)  # beside an Inf, every finite element would count as small
         delta = clamped = None
         if foreign is not None:
@@ -214,7 +215,7 @@ def _chunks(x: Tensor, recipe: Recipe | Quantizer, dim: int, fmt: BlockFormat | 
             if done[0].mantissa is not None:
                 p = (256 + done[0].mantissa.double()) / 256
                 effective = effective / p.repeat_interleave(recipe.macro // fmt.block, -1)
-            delta = torch.log2(effective / (maxima.double() / fmt.q_max))
+            delta = torch.log2(effective / divide(maxima.double(), fmt.q_max))
             clamped = done[0].scale.clamped
         else:
             quantized = blocks

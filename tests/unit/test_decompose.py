@@ -194,6 +194,33 @@ def test_orthogonality_is_not_promised_where_it_fails(text):
         assert d.stats.dot_scale_deadzone != 0, "this data was to show the failure"
 
 
+def deadzone_edges(n: int, ratio: int = 24) -> torch.Tensor:
+    """n blocks with a random maximum m and the largest float32 strictly below m / ratio."""
+    m = torch.rand(n, generator=torch.Generator().manual_seed(0)) + 1
+    edge = (m.double() / ratio).float()
+    edge = torch.where(edge.double() * ratio >= m.double(), torch.nextafter(edge, torch.zeros(())), edge)
+    x = torch.zeros(n, 32)
+    x[:, 0], x[:, 1] = m, edge
+    return x
+
+
+@pytest.mark.parametrize("text", [*(t for t in GUARANTEED if "256" not in t), "mxfp4:e8m8+mbs", "mxfp4:ideal"])
+def test_orthogonal_at_the_very_edge_of_the_deadzone(text):
+    """There p·x and p·m are rounded to float32 apart; under a ceil there is room enough, whatever the prescale."""
+    x = deadzone_edges(20000, 448 * 1024 if text == "mxfp8" else 24)
+    for shape in (x, x.view(-1, 128)):
+        d = decompose(shape, text)
+        assert d.orthogonal and d.mask.reshape(-1, 32)[:, 1].all()
+        assert d.stats.dot_scale_deadzone == 0 and d.stats.deadzone_nonzero_count == 0
+
+
+def test_ideal_after_a_prescale_promises_nothing():
+    """fl(p·x) / (fl(p·m) / 6) may pass 1/4 where x / (m / 6) does not: 3 % of these."""
+    d = decompose(deadzone_edges(20000), "mxfp4:ideal+mbs")
+    assert d.stats.deadzone_nonzero_count > 0 and d.stats.dot_scale_deadzone != 0
+    assert not d.orthogonal
+
+
 def test_a_callable_is_never_promised_orthogonal():
     assert not decompose(gaussian(4, 64), lambda t: fake_quantize(t)).orthogonal
 
