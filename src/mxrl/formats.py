@@ -79,9 +79,9 @@ class BlockFormat:
         return self.element.min
 
     @property
-    def deadzone(self) -> float:
-        """D = {|x| < m_b · deadzone}: below half the smallest grid value under the ideal scale m_b / q_max."""
-        return self.q_min / (2 * self.q_max)
+    def deadzone_ratio(self) -> float:
+        """D = {|x| · ratio < m_b}: below half the smallest grid value under the ideal scale m_b / q_max. E2M1: 24."""
+        return 2 * self.q_max / self.q_min
 
 
 MXFP4 = BlockFormat("mxfp4", E2M1, 32, "e8m0", 4 + 8 / 32)

@@ -60,6 +60,11 @@ def _split(m: Tensor) -> tuple[Tensor, Tensor]:
     return mantissa * 2, exponent - 1
 
 
+def divide(a: Tensor, b: float) -> Tensor:
+    """a / b, correctly rounded on every device: CUDA turns a division by a Python number into a product with 1 / b."""
+    return a / torch.full((), b, dtype=a.dtype, device=a.device)
+
+
 def pow2_exponent(m: Tensor, fmt: BlockFormat, rule: str) -> Tensor:
     """The unclamped exponent of the power-of-two scale: int32, for m > 0."""
     q = math.floor(math.log2(fmt.q_max))
@@ -99,7 +104,7 @@ def block_scale(
     else:
         k = int(rule[3:]) if rule.startswith("e8m") else 0
         if k:
-            f, raw = _split(m.double() / fmt.q_max)
+            f, raw = _split(divide(m.double(), fmt.q_max))
             steps = torch.ceil(f * 2**k).to(torch.int32)  # in [2^k, 2^(k+1)]
             raw = raw + (steps == 2 ** (k + 1)).to(raw.dtype)
             mantissa = steps % 2**k
@@ -144,13 +149,13 @@ def nvfp4_tensor_scale(amax: Tensor, rule: str) -> Tensor:
 
     Float32 for a float64 tensor too, as it is stored, and within [2^-149, the largest float32].
     """
-    scale = (amax / (6.0 * NVFP4_SCALE_MAX[rule])).clamp(max=torch.finfo(torch.float32).max).to(torch.float32)
+    scale = divide(amax, 6.0 * NVFP4_SCALE_MAX[rule]).clamp(max=torch.finfo(torch.float32).max).to(torch.float32)
     return torch.where((amax > 0) & (scale == 0), 2.0**-149, scale)
 
 
 def _e4m3_scale(m: Tensor, fmt: BlockFormat, tensor_scale: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """RNE to E4M3 of (m / 6) / tensor_scale · factor; never 0 for a block that is not zero."""
-    relative = m / fmt.q_max / torch.where(tensor_scale == 0, 1.0, tensor_scale) * factor
+    relative = divide(m, fmt.q_max) / torch.where(tensor_scale == 0, 1.0, tensor_scale) * factor
     grid = round_to_grid(relative, E4M3).clamp(max=E4M3.max)
     grid = torch.where(m > 0, grid.clamp(min=E4M3.min), 0.0)
     return grid * tensor_scale, encode(grid, E4M3).to(torch.int32)
@@ -171,7 +176,7 @@ def to_grid(x: Tensor, scale: BlockScale, fmt: BlockFormat, rule: str, largest: 
         s, x_exact = _normalise(s.double(), x.double())
         a = (x_exact.abs() * fmt.q_max / s).to(torch.float64)
         return torch.copysign(round_to_grid(a, fmt.element).clamp(max=fmt.q_max).to(x.dtype), x)
-    cap = floor_to_grid(largest / s, fmt.element)
+    cap = floor_to_grid(torch.full_like(s, largest) / s, fmt.element)  # `largest / s` would round twice
     return torch.copysign(torch.minimum(round_to_grid((x / s).abs(), fmt.element), cap), x)
 
 
@@ -179,7 +184,7 @@ def from_grid(grid: Tensor, scale_value: Tensor, fmt: BlockFormat, rule: str) ->
     """Signed grid values [..., n] and scales [...] -> values, rounded once to grid's dtype."""
     s = scale_value.unsqueeze(-1)
     if rule == "ideal":
-        return (grid.double() / fmt.q_max * s.double()).to(grid.dtype)  # this order: grid · s could overflow float64
+        return (divide(grid.double(), fmt.q_max) * s.double()).to(grid.dtype)  # grid · s could overflow
     return grid * s
 
 

@@ -66,8 +66,8 @@ def test_block_formats():
     assert (MXFP4.block, MXFP4.bits, MXFP4.q_max, MXFP4.q_min) == (32, 4.25, 6.0, 0.5)
     assert (MXFP8.block, MXFP8.bits, MXFP8.q_max, MXFP8.q_min) == (32, 8.25, 448.0, 2.0**-9)
     assert (NVFP4.block, NVFP4.bits, NVFP4.q_max, NVFP4.scale) == (16, 4.5, 6.0, "e4m3")
-    assert MXFP4.deadzone == NVFP4.deadzone == 1 / 24
-    assert MXFP8.deadzone == 1 / (448 * 1024)
+    assert MXFP4.deadzone_ratio == NVFP4.deadzone_ratio == 24
+    assert MXFP8.deadzone_ratio == 448 * 1024
     assert set(FORMATS) == {"mxfp4", "mxfp8", "nvfp4"}
     assert formats.MACRO == 128
 
