@@ -227,8 +227,8 @@ def findings(cards: dict[str, Card], results: dict[str, Any]) -> str:
         f"α = 1 minus α = .5: {versus('mxfp4+of:1', 'mxfp4+of')}.",
         f"**MBS on top of outlier fallback:** {versus('mxfp4+mbs+of', 'mxfp4+of')}.",
         f"**What GRPO learns is the style.** Of greedy answers, {min(before)} to {max(before)} % are careful before, "
-        f"and {min(after, key=float)} to {max(after, key=float)} % after, in every finished run at every learning rate. "
-        "So the learning rates differ in how much of the arithmetic survives, not in the style.",
+        f"and {min(after, key=float)} to {max(after, key=float)} % after, in every finished run at every learning "
+        "rate. So the learning rates differ in how much of the arithmetic survives, not in the style.",
         f"**More steps aren't always better.** Dense at 5e-5, seed 2: {path(runs['dense-5e-5-2'])} % at steps "
         "0, 20, 40, 60. The gate takes a run's last step, not its best.",
         "**Two bf16 paths differ a little.** GRPO's evaluation (float32 weights, computed in bf16) and `run.py`'s "

@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,8 @@ def raw(tmp_path):
     part = {"accuracy": 0.5, "n": 2, "samples": 1, "distinct": 1.0, "scores": [1.0, 0.0]}
     (evaluation / "eval.json").write_text(json.dumps({
         "settings": {"kind": "moe"}, "torch": "2", "device": "gpu", "mixture": {}, "difficulty": {}, "greedy": part,
-        "sampled": {**part, "samples": 2, "scores": [1.0, 0.5]}, "recipes": {"mxfp4": {**part, "minus_bf16": [0, 0, 0]}},
+        "sampled": {**part, "samples": 2, "scores": [1.0, 0.5]},
+        "recipes": {"mxfp4": {**part, "minus_bf16": [0, 0, 0]}},
     }))  # fmt: skip
     source = next(r for r in rows("grpo") if r["run"] == "moe-5e-5-1")
     config = {key: value for key, value in source.items() if key not in ("evals", "pinned", "versions", "device")}
@@ -229,7 +231,7 @@ def test_gate_skips_what_is_finished_and_fails_when_a_run_does(tmp_path):
     for call in calls:
         if "--recipe bf16" in call:
             words = call.split()
-            options = dict(zip(words, words[1:], strict=False))
+            options = dict(pairwise(words))
             lr, seed, steps = (options[f"--{name}"] for name in ("lr", "seed", "steps"))
             given.add((options["--model"].removeprefix("policy:"), float(lr), int(seed), int(steps)))
     assert given == wanted - {("moe", 5e-5, 0, 40)}
