@@ -42,7 +42,7 @@ def measure(tensors: list[tuple[Tensor, int]], recipe: str) -> ErrorStats:
 
 
 def macro_split(tensors: list[tuple[Tensor, int]]) -> dict[str, float]:
-    """‖e_scale‖² under MBS align relative to plain: in the block that holds the macro-block's maximum, and elsewhere."""
+    """‖e_scale‖² under MBS align relative to plain: in the block that holds the macro maximum, and elsewhere."""
     sums = {"holder": [0.0, 0.0], "others": [0.0, 0.0]}
     for x, dim in tensors:
         rows = x.movedim(dim, -1).float()
@@ -66,7 +66,7 @@ def rows_of(name: str, tensors: list[tuple[Tensor, int]]) -> Iterator[dict[str, 
             "scale": s.sq_scale / s.sq_error, "deadzone": s.sq_deadzone / s.sq_error, "grid": s.sq_grid / s.sq_error,
             "cross": 2 * s.dot_scale_grid / s.sq_error, "cos": s.cos_scale_grid,
             "deadzone_fraction": s.deadzone_fraction, "gamma_mean": s.gamma_mean, "gain": s.gain,
-            "error_deadzone_over_plain": s.sq_error_deadzone / plain.sq_error_deadzone if plain.sq_error_deadzone else 0,
+            "error_deadzone_over_plain": s.sq_error_deadzone / plain.sq_error_deadzone,
             "error_elsewhere_over_plain": s.sq_error_elsewhere / plain.sq_error_elsewhere,
             "scale_over_plain": s.sq_scale / plain.sq_scale,
             "deadzone_nonzero": s.deadzone_nonzero_count / s.deadzone_count if s.deadzone_count else 0,
@@ -95,7 +95,8 @@ def render(rows: list[dict], about: str) -> str:
              ("‖dz‖²/T", "deadzone", ".3f"), ("‖grid‖²/T", "grid", ".3f"), ("2·cross/T", "cross", ".3f"),
              ("cos", "cos", ".3f"), ("in D", "deadzone_fraction", ".2%"), ("mean 2^δ", "gamma_mean", ".3f"),
              ("⟨Q,x⟩/‖x‖²", "gain", ".4f")]  # fmt: skip
-    effect = [("bits", "bits", ".4g"), ("T/plain", "over_plain", ".3f"), ("error on D", "error_deadzone_over_plain", ".3f"),
+    effect = [("bits", "bits", ".4g"), ("T/plain", "over_plain", ".3f"),
+              ("error on D", "error_deadzone_over_plain", ".3f"),
               ("error off D", "error_elsewhere_over_plain", ".3f"), ("‖C − Q*‖²", "scale_over_plain", ".3f"),
               ("D now non-zero", "deadzone_nonzero", ".1%")]  # fmt: skip
     return "\n\n".join([
@@ -103,7 +104,8 @@ def render(rows: list[dict], about: str) -> str:
         "**The terms**", table(rows, ["mxfp4"], terms),
         "**Scale rules**",
         table(rows, RULES, [("bits", "bits", ".4g"), ("rel. MSE", "rel_mse", ".5f"), ("T/mxfp4", "over_plain", ".3f")]),
-        "**Scale precision E8M*k***", table(rows, SWEEP, [("T/floor", "over_floor", ".3f"), ("mean 2^δ", "gamma_mean", ".3f")]),
+        "**Scale precision E8M*k***",
+        table(rows, SWEEP, [("T/floor", "over_floor", ".3f"), ("mean 2^δ", "gamma_mean", ".3f")]),
         "**Correction × component** (each relative to plain MXFP4)", table(rows, CORRECTIONS, effect),
         "**Scale energy kept under MBS `align`** (‖e_scale‖² after / before)",
         "| data | block that holds the macro maximum | the other blocks |\n|---|---|---|\n" + kept,

@@ -84,9 +84,7 @@ class Recipe:
         if self.base == "bf16" and (self.activations != "a4" or self.quantize_grad):
             raise RecipeError("recipe 'bf16': nothing is quantized, so w4a16, w4a8 and quantize_grad have no meaning")
         if self.mbs == "joint" and self.rule != "ceil":
-            raise RecipeError(
-                f"recipe 'mxfp4:{self.rule}+mbs:joint': joint is for the ceil rule; use mxfp4+mbs:joint"
-            )
+            raise RecipeError(f"recipe 'mxfp4:{self.rule}+mbs:joint': joint is for the ceil rule; use mxfp4+mbs:joint")
         if self.of is not None and not 0 <= self.of <= 1:
             raise RecipeError(f"recipe: of:{self.of:g} is outside [0, 1]")
         if self.aqn is not None and not all(0 <= s < float("inf") for s in self.aqn):

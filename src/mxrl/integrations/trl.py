@@ -45,6 +45,7 @@ from mxrl.nn.weights import Noise, RolloutReport
 from mxrl.recipes import Recipe
 from mxrl.rl.gap import gap_stats
 from mxrl.rl.monitor import distinct, logit_noise, weight_stats
+from mxrl.rl.policy import resolve_model
 from mxrl.rl.rewards import text_of
 from mxrl.rl.rollout import (
     NEUTRAL,
@@ -177,6 +178,7 @@ class QuantizedRollout:
 class GRPOTrainer(TrlTrainer):
     """trl.GRPOTrainer whose policy is quantized as `recipe` says, in rollout and in training.
 
+    model: as TRL takes it (a model, a folder, a hub id), or "policy:dense" / "policy:moe", the shipped policies.
     Arguments beyond TRL's (all by keyword):
         recipe: text or Recipe. "bf16" takes the same path without quantization, as the baseline to compare with.
         score: where logp_rollout comes from. "decode": recorded while sampling with the cache (what an inference
@@ -231,7 +233,7 @@ class GRPOTrainer(TrlTrainer):
         self.monitor_every, self.rollout_batch_size = monitor_every, rollout_batch_size
         if isinstance(model, str):  # as TRL loads it, but converted before PEFT wraps it, and on one device
             options: Any = args.model_init_kwargs or {}
-            model = create_model_from_path(model, **{"device_map": None, **options})
+            model = create_model_from_path(resolve_model(model), **{"device_map": None, **options})
         self.conversion = mxrl.convert(model, self.recipe)
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if args.cast_lm_head_to_fp32:
