@@ -95,7 +95,7 @@ def render(rows: list[dict], about: str) -> str:
              ("‖dz‖²/T", "deadzone", ".3f"), ("‖grid‖²/T", "grid", ".3f"), ("2·cross/T", "cross", ".3f"),
              ("cos", "cos", ".3f"), ("in D", "deadzone_fraction", ".2%"), ("mean 2^δ", "gamma_mean", ".3f"),
              ("⟨Q,x⟩/‖x‖²", "gain", ".4f")]  # fmt: skip
-    effect = [("bits", "bits", ".4g"), ("T/plain", "over_plain", ".3f"),
+    effect = [("bits", "bits", ".5g"), ("T/plain", "over_plain", ".3f"),
               ("error on D", "error_deadzone_over_plain", ".3f"),
               ("error off D", "error_elsewhere_over_plain", ".3f"), ("‖C − Q*‖²", "scale_over_plain", ".3f"),
               ("D now non-zero", "deadzone_nonzero", ".1%")]  # fmt: skip
@@ -103,7 +103,7 @@ def render(rows: list[dict], about: str) -> str:
         about,
         "**The terms**", table(rows, ["mxfp4"], terms),
         "**Scale rules**",
-        table(rows, RULES, [("bits", "bits", ".4g"), ("rel. MSE", "rel_mse", ".5f"), ("T/mxfp4", "over_plain", ".3f")]),
+        table(rows, RULES, [("bits", "bits", ".5g"), ("rel. MSE", "rel_mse", ".5f"), ("T/mxfp4", "over_plain", ".3f")]),
         "**Scale precision E8M*k***",
         table(rows, SWEEP, [("T/floor", "over_floor", ".3f"), ("mean 2^δ", "gamma_mean", ".3f")]),
         "**Correction × component** (each relative to plain MXFP4)", table(rows, CORRECTIONS, effect),
