@@ -81,12 +81,14 @@ def grpo_run(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if kind is None:
         raise SystemExit(f"{folder}: model '{config['model']}' is none of the policies ({', '.join(KINDS)})")
     lr = f"{config['lr']:.0e}".replace("e-0", "e-")
-    name = f"{kind}-{lr}-{config['seed']}"
+    recipe = "" if config["recipe"] == "bf16" else f"{config['recipe']}-"
+    name = f"{kind}-{recipe}{lr}-{config['seed']}"
     keep = ("recipe", "seed", "lr", "steps", "prompts_per_step", "samples_per_prompt", "temperature", "warmup", "beta2",
             "weight_decay", "max_grad_norm", "eval_every", "eval_problems", "eval_seed", "eval_batch")  # fmt: skip
     summary = folder / "summary.json"
     status = json.loads(summary.read_text())["status"] if summary.exists() else "unfinished"
     row = {"run": name, "kind": kind, "status": status, **{key: config[key] for key in keep},
+           "micro_batch": config["run"]["micro_batch"],
            "pinned": config["run"]["pinned"], "versions": config["run"]["versions"],
            "device": config["run"]["device"], "evals": read_rows(folder / "evals.jsonl")}  # fmt: skip
     steps = [
@@ -121,7 +123,10 @@ def gather(raw: list[Path]) -> dict[str, list[dict[str, Any]]]:
     if not (training and evaluations and runs):
         raise SystemExit(f"no complete set of runs in {', '.join(map(str, raw))}: {len(training)} training rows, "
                          f"{len(evaluations)} evaluations, {len(runs)} GRPO runs")  # fmt: skip
-    ordered = sorted(runs.values(), key=lambda r: (r[0]["kind"], r[0]["lr"], r[0]["seed"]))
+    ordered = sorted(  # bf16 first
+        runs.values(),
+        key=lambda r: (r[0]["kind"], r[0]["recipe"] != "bf16", r[0]["recipe"], r[0]["lr"], r[0]["seed"]),
+    )
     return {
         "training": training,
         "evals": sorted(evaluations.values(), key=lambda r: (r["kind"], r["decoding"], -r["accuracy"], r["recipe"])),
@@ -138,17 +143,40 @@ def interval(a: str, b: str) -> list[float]:
     return [round(x, 6) for x in paired_interval([float(x) for x in a], [float(x) for x in b])]
 
 
-def grpo_card(row: dict[str, Any], provenance: dict[str, Any]) -> dict[str, Any]:
+def against_bf16(row: dict[str, Any], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run minus the bf16 run of the same policy, rate and seed, over the problems, at each step where both have a figure.
+
+    Each is evaluated under its own recipe. Empty for a bf16 run.
+    """
+    same = ("kind", "lr", "seed")
+    bf16 = [r for r in runs if r["recipe"] == "bf16" and all(r[key] == row[key] for key in same)]
+    if row["recipe"] == "bf16" or not bf16:
+        return []
+    other = {e["step"]: e for e in bf16[0]["evals"]}
+    return [
+        {"step": e["step"], "bf16": other[e["step"]]["accuracy"],
+         "difference": interval(e["right"], other[e["step"]]["right"])}
+        for e in row["evals"] if e["step"] in other
+    ]  # fmt: skip
+
+
+def grpo_card(row: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """A run; `after`, `gain` and `interval` are None if it ended before a second evaluation, `passed` off the gate."""
+    provenance = results["provenance"]
     first, last = row["evals"][0], row["evals"][-1]
-    gain = last["accuracy"] - first["accuracy"]
-    low, high = interval(last["right"], first["right"])[1:]
+    after = last["accuracy"] if last is not first else None
+    gain = None if after is None else after - first["accuracy"]
     finished = row["status"] == "done"
     needed, within = provenance["grpo"]["needed_gain"], provenance["grpo"]["within_steps"]
     return {
-        "run": row["run"], "seed": row["seed"], "lr": row["lr"], "steps": last["step"], "steps_asked": row["steps"],
+        "run": row["run"], "recipe": row["recipe"], "seed": row["seed"], "lr": row["lr"], "steps": last["step"], "steps_asked": row["steps"],
+        "steps_done": max(step["step"] for step in results["grpo_steps"] if step["run"] == row["run"]),
         "prompts": row["prompts_per_step"], "samples": row["samples_per_prompt"],
-        "before": first["accuracy"], "after": last["accuracy"], "gain": gain, "interval": [low, high],
-        "passed": finished and last["step"] <= within and gain >= needed, "finished": finished,
+        "before": first["accuracy"], "after": after, "gain": gain,
+        "interval": None if after is None else interval(last["right"], first["right"])[1:],
+        "passed": (finished and gain is not None and last["step"] <= within and gain >= needed)
+        if row["recipe"] == "bf16" else None,
+        "finished": finished, "minus_bf16": against_bf16(row, results["grpo"]),
         "note": provenance["grpo"]["notes"].get(row["run"]),
         "commit": provenance["grpo"]["commits"].get(row["run"], provenance["grpo"]["commit"]),
         "evals": [{"step": e["step"], "accuracy": e["accuracy"]} for e in row["evals"]],
@@ -187,10 +215,11 @@ def card(kind: str, results: dict[str, Any]) -> dict[str, Any]:
         decided = not difference[1] <= 0 <= difference[2]
         pairs.append({"a": a, "b": b, "difference": difference, "decided": decided})
     runs = [row for row in results["grpo"] if row["kind"] == kind]
-    rows = [grpo_card(row, provenance) for row in runs]
+    rows = [grpo_card(row, results) for row in runs]
+    bf16 = [row for row in rows if row["recipe"] == "bf16"]
     asked = provenance["grpo"]
     chosen = asked["chosen_lr"]
-    gate = [row for row in rows if row["lr"] == chosen]
+    gate = [row for row in bf16 if row["lr"] == chosen]
     weights = POLICIES / kind / "model.safetensors"
     return {
         "kind": kind, "license": "Apache-2.0",
@@ -203,8 +232,9 @@ def card(kind: str, results: dict[str, Any]) -> dict[str, Any]:
                         "pass_at_k": sampled["pass_at_k"],
                         "accuracy_by_style": {s: sampled[f"accuracy_{s}"] for s in ("careful", "skip", "guess")}},
         },
-        "recipes": recipes, "pairs": pairs,
-        "grpo": gate, "lr_search": [row for row in rows if row["lr"] != chosen],
+        "recipes": recipes, "recipes_note": provenance["evaluation"]["note"], "pairs": pairs,
+        "grpo": gate, "lr_search": [row for row in bf16 if row["lr"] != chosen],
+        "grpo_recipes": [row for row in rows if row["recipe"] != "bf16"],
         "gate": {"rule": f"bf16 GRPO gains at least {100 * asked['needed_gain']:g} pp greedy within "
                          f"{asked['within_steps']} steps, on each of three seeds", "lr": chosen,
                  "passed": len({row["seed"] for row in gate}) >= 3 and all(row["passed"] for row in gate)},

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Everything behind the tables of README.md, on one GPU: training, evaluation under recipes, the learning-rate search, the gate.
+# Everything behind the tables of README.md, on one GPU: training, evaluation under recipes, the learning-rate search, the
+# gate, GRPO under recipes.
 #
 #     experiments/policies/gate.sh RUNS                  all of it; a finished part is skipped, so that a killed call goes on
-#     experiments/policies/gate.sh RUNS eval grpo        only these stages, of: sft eval grpo
+#     experiments/policies/gate.sh RUNS eval grpo        only these stages, of: sft eval grpo recipes
 #     python experiments/policies/collect.py --raw RUNS  results/, cards and tables from what it wrote
 #
 # JOBS (default 4) processes share the GPU; a GRPO run took up to 22 GiB of its memory, and eight at once ran out of 140 GiB.
@@ -10,9 +11,9 @@
 # SFT follows the clock (--minutes), so its weights, and the figures after them, are a new draw each time.
 set -euo pipefail
 
-[ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2; }
 runs=$1; shift
-stages=${*:-sft eval grpo}
+stages=${*:-sft eval grpo recipes}
 limit=${JOBS:-4}
 python=${PYTHON:-python3}
 here=$(cd "$(dirname "$0")" && pwd)
@@ -46,13 +47,16 @@ evaluate() {  # KIND
     --recipes $recipes --out "$runs/eval/$1"
 }
 
-grpo() {  # KIND LR SEED STEPS
-  local name=$1-$2-$3 model=policy:$1
+grpo() {  # KIND LR SEED STEPS [RECIPE [OPTION…]]
+  local kind=$1 lr=$2 seed=$3 steps=$4 recipe=${5:-bf16}
+  local name=$kind-$lr-$seed model=policy:$kind
+  shift $(($# < 5 ? $# : 5))
+  [ "$recipe" = bf16 ] || name=$kind-$recipe-$lr-$seed
   # shellcheck disable=SC2059
-  [ -n "${POLICIES:-}" ] && model=$(printf "$policies" "$1")
+  [ -n "${POLICIES:-}" ] && model=$(printf "$policies" "$kind")
   go "grpo-$name" "$runs/grpo/$name/summary.json" "$python" -c 'from mxrl.cli import main; main()' train --model "$model" \
-    --recipe bf16 --seed "$3" --lr "$2" --steps "$4" --eval_every 20 --eval_problems 2048 --eval_batch 2048 \
-    --save_every 0 --save_model false --monitor_every 0 --out "$runs/grpo/$name"
+    --recipe "$recipe" --seed "$seed" --lr "$lr" --steps "$steps" --eval_every 20 --eval_problems 2048 --eval_batch 2048 \
+    --save_every 0 --save_model false --monitor_every 0 --out "$runs/grpo/$name" "$@"
 }
 
 for stage in $stages; do
@@ -63,7 +67,12 @@ for stage in $stages; do
       for kind in dense moe; do for lr in 1e-4 3e-4; do grpo $kind $lr 0 60; done; done                # the search
       for seed in 1 2; do grpo dense 1e-4 $seed 40; done
       for seed in 0 1 2; do grpo dense 5e-5 $seed 60; grpo moe 5e-5 $seed 40; done ;;                  # the gate
-    *) echo "unknown stage '$stage'; possible: sft eval grpo" >&2; exit 2 ;;
+    recipes)  # at the rate chosen in bf16. The recorded runs had JOBS=6 and 330 s, so they end at step 22 or 23, and 9
+      for seed in 0 1 2; do
+        grpo dense 5e-5 $seed 40 mxfp4 --micro_batch 256 --monitor_every 10
+        grpo dense 5e-5 $seed 20 mxfp4+mbs+of+aqn --micro_batch 256 --monitor_every 10
+      done ;;
+    *) echo "unknown stage '$stage'; possible: sft eval grpo recipes" >&2; exit 2 ;;
   esac
   wait
 done

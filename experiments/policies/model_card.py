@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tables import (
     Card,
+    grpo_recipe_table,
     grpo_table,
     length_table,
     loss,
@@ -69,14 +70,31 @@ def shows(card: Card) -> str:
     return "\n".join(paragraph(text, f"{i}. ") for i, text in enumerate(items, 1))
 
 
+def under_recipes(card: Card) -> str:
+    """GRPO under a recipe, where it was run."""
+    rows = card["grpo_recipes"]
+    if not rows:
+        return ""
+    note = paragraph(
+        f"GRPO under a recipe, at lr {rate(rows[0]['lr'])}, evaluated under the recipe itself without noise; \"minus bf16\" "
+        "is against the bf16 run of the same seed at the same step, over the same problems. All were cut by a time "
+        "limit, so these are the first steps, of three seeds; they say nothing about where training ends. "
+        "An empty cell: no evaluation there."
+    )
+    return f"{note}\n\n{grpo_recipe_table(rows)}\n"
+
+
 def limits(card: Card) -> str:
     rates = ", ".join(rate(lr) for lr in sorted({row["lr"] for row in (*card["grpo"], *card["lr_search"])}))
+    under = card["grpo_recipes"]
+    trained = "GRPO under a recipe: the short runs above alone." if under else "GRPO was run in bf16 only."
     items = [
         "One supervised seed: the intervals say how far other problems could move a figure, not another training. They "
         "aren't adjusted for their number.",
         f"The learning rate was chosen among {rates} on the same held-out problems on which the gains are reported.",
-        "GRPO was run in bf16 only: the recipes' rows are accuracies of this policy as it is, and say nothing about "
-        "training under a recipe. AQN (noise) isn't among them.",
+        "The recipes' rows are accuracies of this policy as it is, and say nothing about training under a recipe. AQN "
+        f"(noise) isn't among them. {trained}",
+        card["recipes_note"],
         "W4A4 is emulated: accuracies, not speeds.",
         f"GRPO's evaluation starts from {percent(card['grpo'][0]['before'])} %, not "
         f"{percent(card['bf16']['accuracy'])} %: it computes in bf16 from float32 weights, which rounds differently.",
@@ -107,7 +125,7 @@ Licence: Apache-2.0. Trained from random weights on generated problems alone: no
 ## What it scores
 
 {card["bf16"]["n"]} held-out problems (test split, seed 0), greedy decoding, weights and activations quantized under
-each recipe. Nothing was trained under a recipe. Intervals are 95 %, paired, over the problems; *undecided*: the
+each recipe: the policy as it is, before any GRPO. Intervals are 95 %, paired, over the problems; *undecided*: the
 interval holds zero.
 
 {recipe_table(card)}
@@ -124,7 +142,7 @@ Recipe against recipe:
 GRPO in bf16, greedy % on the same problems:
 
 {grpo_table(card["grpo"], verdict=True)}
-## Limits
+{under_recipes(card)}## Limits
 
 {limits(card)}
 

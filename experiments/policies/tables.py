@@ -126,11 +126,54 @@ def grpo_table(rows: list[dict[str, Any]], *, verdict: bool) -> str:
     body = []
     for row in rows:
         at = {e["step"]: percent(e["accuracy"]) for e in row["evals"]}
-        gain = span([row["gain"], *row["interval"]]) + ("" if row["finished"] else " (unfinished)")
+        gain = gained(row) + ("" if row["finished"] else " (unfinished)")
         cells = [NAMES[row["run"].split("-")[0]], rate(row["lr"]), str(row["seed"])]
         passed = ["passed" if row["passed"] else "failed"] if verdict else []
         body.append([*cells, *(at.get(s, "") for s in steps), gain, *passed])
     return table(head, body)
+
+
+def gained(row: dict[str, Any]) -> str:
+    """The run's gain over its own step 0; empty if it ended before a second evaluation."""
+    return "" if row["gain"] is None else span([row["gain"], *row["interval"]])
+
+
+def grpo_recipe_table(rows: list[dict[str, Any]]) -> str:
+    """GRPO under a recipe: accuracy under it at each evaluation, the gain, and the difference to bf16's run."""
+    steps = sorted({e["step"] for row in rows for e in row["evals"]})
+    minus = [f"minus bf16 at {s}, pp" for s in steps]
+    head = ["recipe", "seed", "steps done", *(f"step {s}" for s in steps), "gain, pp", *minus]
+    body = []
+    for row in rows:
+        at = {e["step"]: percent(e["accuracy"]) for e in row["evals"]}
+        other = {d["step"]: span(d["difference"]) for d in row["minus_bf16"]}
+        body.append([f"`{row['recipe']}`", str(row["seed"]), f"{row['steps_done']} of {row['steps_asked']}",
+                     *(at.get(s, "") for s in steps), gained(row), *(other.get(s, "") for s in steps)])  # fmt: skip
+    return table(head, body)
+
+
+def grpo_recipe_text(card: Card, results: dict[str, Any]) -> str:
+    """What the runs under a recipe show, and where each was cut."""
+    text = ""
+    for recipe in dict.fromkeys(row["recipe"] for row in card["grpo_recipes"]):
+        rows = [row for row in card["grpo_recipes"] if row["recipe"] == recipe]
+        names = {row["run"] for row in rows}
+        seconds = sorted(step["time/step"] for step in results["grpo_steps"] if step["run"] in names)
+        start, end = rows[0]["minus_bf16"][0], [row["minus_bf16"][-1] for row in rows]
+        cut = ", ".join(f"{row['steps_done']} of {row['steps_asked']}" for row in rows)
+        if rows[0]["gain"] is None:
+            said = (f"no after-figure: the runs ended before their second evaluation. At step 0 it is "
+                    f"{percent(rows[0]['before'])} %, {span(start['difference'], ' pp')} to bf16.")  # fmt: skip
+        else:
+            gains = ", ".join(points(row["gain"]) for row in rows)
+            left = ", ".join(span(d["difference"]) for d in end)
+            said = (f"after {rows[0]['steps']} steps seeds 0, 1, 2 gain {gains} pp, under the recipe itself, from "
+                    f"{percent(rows[0]['before'])} %. Paired with the bf16 run of the same seed: {span(start['difference'], ' pp')} "
+                    f"at step 0; {left} pp at step {end[0]['step']}. So after as many steps each is below its bf16 "
+                    "counterpart, by less than before GRPO.")  # fmt: skip
+        said += (f" Steps done: {cut}; median {seconds[len(seconds) // 2]:.0f} s a step. {rows[0]['note']}.")
+        text += paragraph(f"`{recipe}`: {said}", "* ") + "\n"
+    return text
 
 
 def sampled_table(cards: dict[str, Card]) -> str:
@@ -193,7 +236,8 @@ def flipped(results: dict[str, Any]) -> dict[str, int]:
     counts = {}
     for row in results["evals"]:
         if (row["recipe"], row["decoding"]) == ("bf16", "greedy"):
-            right = next(r["evals"][0]["right"] for r in results["grpo"] if r["kind"] == row["kind"])
+            runs = (r for r in results["grpo"] if (r["kind"], r["recipe"]) == (row["kind"], "bf16"))
+            right = next(runs)["evals"][0]["right"]
             counts[row["kind"]] = sum(a != b for a, b in zip(row["scores"], right, strict=True))
     return counts
 
@@ -212,7 +256,7 @@ def findings(cards: dict[str, Card], results: dict[str, Any]) -> str:
         return each(lambda card: span(pair(card, a, b), " pp"))
 
     flips = flipped(results)
-    ended = [row for row in results["grpo"] if row["status"] == "done"]
+    ended = [row for row in results["grpo"] if row["status"] == "done" and row["recipe"] == "bf16"]
     before = {percent(row["evals"][0]["styles"]["careful"]) for row in ended}
     after = {percent(row["evals"][-1]["styles"]["careful"]) for row in ended}
     bullets = [
@@ -227,8 +271,8 @@ def findings(cards: dict[str, Card], results: dict[str, Any]) -> str:
         f"α = 1 minus α = .5: {versus('mxfp4+of:1', 'mxfp4+of')}.",
         f"**MBS on top of outlier fallback:** {versus('mxfp4+mbs+of', 'mxfp4+of')}.",
         f"**What GRPO learns is the style.** Of greedy answers, {min(before)} to {max(before)} % are careful before, "
-        f"and {min(after, key=float)} to {max(after, key=float)} % after, in every finished run at every learning "
-        "rate. So the learning rates differ in how much of the arithmetic survives, not in the style.",
+        f"and {min(after, key=float)} to {max(after, key=float)} % after, in every finished bf16 run at every "
+        "learning rate. So the learning rates differ in how much of the arithmetic survives, not in the style.",
         f"**More steps aren't always better.** Dense at 5e-5, seed 2: {path(runs['dense-5e-5-2'])} % at steps "
         "0, 20, 40, 60. The gate takes a run's last step, not its best.",
         "**Two bf16 paths differ a little.** GRPO's evaluation (float32 weights, computed in bf16) and `run.py`'s "
@@ -261,11 +305,15 @@ def experiment_tables(cards: dict[str, Card], results: dict[str, Any]) -> dict[s
     lengths = "\n".join(f"{NAMES[kind]}, greedy %:\n\n{length_table(card)}" for kind, card in cards.items())
     gate = [row for card in cards.values() for row in card["grpo"]]
     search = [row for card in cards.values() for row in card["lr_search"]]
+    under = [card for card in cards.values() if card["grpo_recipes"]]
     return {
         "training": training_table(cards),
         "headroom": sampled_table(cards),
         "gate": grpo_table(gate, verdict=True) + "\n" + "".join(gate_text(card) for card in cards.values()),
         "search": grpo_table(search, verdict=False) + search_text(cards),
+        "grpo-recipes": "\n".join(
+            grpo_recipe_table(card["grpo_recipes"]) + "\n" + grpo_recipe_text(card, results) for card in under
+        ),
         "recipes": recipes,
         "lengths": lengths,
         "pairs": pair_table(cards),
