@@ -144,7 +144,7 @@ def interval(a: str, b: str) -> list[float]:
 
 
 def against_bf16(row: dict[str, Any], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run minus the bf16 run of the same policy, rate and seed, over the problems, at each step where both have a figure.
+    """Run minus the bf16 run of the same policy, rate and seed, over the problems, at each step that both evaluated.
 
     Each is evaluated under its own recipe. Empty for a bf16 run.
     """
@@ -169,7 +169,8 @@ def grpo_card(row: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
     finished = row["status"] == "done"
     needed, within = provenance["grpo"]["needed_gain"], provenance["grpo"]["within_steps"]
     return {
-        "run": row["run"], "recipe": row["recipe"], "seed": row["seed"], "lr": row["lr"], "steps": last["step"], "steps_asked": row["steps"],
+        "run": row["run"], "recipe": row["recipe"], "seed": row["seed"],
+        "lr": row["lr"], "steps": last["step"], "steps_asked": row["steps"],
         "steps_done": max(step["step"] for step in results["grpo_steps"] if step["run"] == row["run"]),
         "prompts": row["prompts_per_step"], "samples": row["samples_per_prompt"],
         "before": first["accuracy"], "after": after, "gain": gain,

@@ -11,7 +11,7 @@
 # SFT follows the clock (--minutes), so its weights, and the figures after them, are a new draw each time.
 set -euo pipefail
 
-[ $# -ge 1 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
 runs=$1; shift
 stages=${*:-sft eval grpo recipes}
 limit=${JOBS:-4}

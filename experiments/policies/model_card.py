@@ -75,11 +75,12 @@ def under_recipes(card: Card) -> str:
     rows = card["grpo_recipes"]
     if not rows:
         return ""
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
     note = paragraph(
-        f"GRPO under a recipe, at lr {rate(rows[0]['lr'])}, evaluated under the recipe itself without noise; \"minus bf16\" "
-        "is against the bf16 run of the same seed at the same step, over the same problems. All were cut by a time "
-        "limit, so these are the first steps, of three seeds; they say nothing about where training ends. "
-        "An empty cell: no evaluation there."
+        f"GRPO under a recipe, at lr {rate(rows[0]['lr'])} (commit {commits}), evaluated under the recipe itself "
+        "without noise; *minus bf16* is against the bf16 run of the same seed at the same step, over the same "
+        "problems. All were cut by a time limit, so these are the first steps, of three seeds; they say nothing about "
+        "where training ends. An empty cell: no evaluation there."
     )
     return f"{note}\n\n{grpo_recipe_table(rows)}\n"
 

@@ -162,16 +162,16 @@ def grpo_recipe_text(card: Card, results: dict[str, Any]) -> str:
         start, end = rows[0]["minus_bf16"][0], [row["minus_bf16"][-1] for row in rows]
         cut = ", ".join(f"{row['steps_done']} of {row['steps_asked']}" for row in rows)
         if rows[0]["gain"] is None:
-            said = (f"no after-figure: the runs ended before their second evaluation. At step 0 it is "
+            said = ("no after-figure: the runs ended before their second evaluation. At step 0 it is "
                     f"{percent(rows[0]['before'])} %, {span(start['difference'], ' pp')} to bf16.")  # fmt: skip
         else:
             gains = ", ".join(points(row["gain"]) for row in rows)
             left = ", ".join(span(d["difference"]) for d in end)
             said = (f"after {rows[0]['steps']} steps seeds 0, 1, 2 gain {gains} pp, under the recipe itself, from "
-                    f"{percent(rows[0]['before'])} %. Paired with the bf16 run of the same seed: {span(start['difference'], ' pp')} "
-                    f"at step 0; {left} pp at step {end[0]['step']}. So after as many steps each is below its bf16 "
-                    "counterpart, by less than before GRPO.")  # fmt: skip
-        said += (f" Steps done: {cut}; median {seconds[len(seconds) // 2]:.0f} s a step. {rows[0]['note']}.")
+                    f"{percent(rows[0]['before'])} %. Paired with the bf16 run of the same seed: "
+                    f"{span(start['difference'], ' pp')} at step 0; {left} pp at step {end[0]['step']}. "
+                    "So after as many steps each is below its bf16 counterpart, by less than before GRPO.")  # fmt: skip
+        said += f" Steps done: {cut}; median {seconds[len(seconds) // 2]:.0f} s a step. {rows[0]['note']}."
         text += paragraph(f"`{recipe}`: {said}", "* ") + "\n"
     return text
 

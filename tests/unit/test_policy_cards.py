@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 from itertools import pairwise
@@ -119,19 +120,42 @@ def test_differences_are_paired_over_the_problems(kind, cards):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gains_are_those_of_the_runs(kind, cards):
     runs = {r["run"]: r for r in rows("grpo") if r["kind"] == kind}
-    listed = cards[kind]["grpo"] + cards[kind]["lr_search"]
+    listed = cards[kind]["grpo"] + cards[kind]["lr_search"] + cards[kind]["grpo_recipes"]
     assert sorted(r["run"] for r in listed) == sorted(runs)
     for row in listed:
         run = runs[row["run"]]
         first, last = run["evals"][0]["right"], run["evals"][-1]["right"]
-        assert row["before"] == first.count("1") / 2048 and row["after"] == last.count("1") / 2048
-        assert [row["gain"], *row["interval"]] == pytest.approx(paired(last, first), abs=6e-7)
+        assert row["recipe"] == run["recipe"] and row["before"] == first.count("1") / 2048
+        if len(run["evals"]) > 1:
+            assert row["after"] == last.count("1") / 2048
+            assert [row["gain"], *row["interval"]] == pytest.approx(paired(last, first), abs=6e-7)
+        else:  # no figure is made of one evaluation
+            assert row["after"] is row["gain"] is row["interval"] is None
         assert row["finished"] == (run["status"] == "done") == (row["steps"] == row["steps_asked"])
-        assert row["passed"] == (row["finished"] and row["gain"] >= 0.1 and row["steps"] <= 100)
+        assert row["steps_done"] == sum(step["run"] == row["run"] for step in rows("grpo_steps")) >= row["steps"]
+        assert (row["passed"] is None) == (row["recipe"] != "bf16")  # the gate is bf16's
+        if row["recipe"] == "bf16":
+            assert row["passed"] == (row["finished"] and row["gain"] >= 0.1 and row["steps"] <= 100)
         assert row["finished"] or row["note"]  # what didn't end says why
     gate = cards[kind]["grpo"]
     assert [r["seed"] for r in gate] == [0, 1, 2] and {r["lr"] for r in gate} == {cards[kind]["gate"]["lr"]}
+    assert {r["recipe"] for r in gate + cards[kind]["lr_search"]} == {"bf16"}
     assert cards[kind]["gate"]["passed"] == all(r["passed"] for r in gate)
+
+
+def test_runs_under_a_recipe_are_paired_with_bf16_by_seed(cards):
+    runs = {r["run"]: {e["step"]: e["right"] for e in r["evals"]} for r in rows("grpo")}
+    under = cards["dense"]["grpo_recipes"]
+    assert {(r["recipe"], r["seed"]) for r in under} == {
+        (r, s) for r in ("mxfp4", "mxfp4+mbs+of+aqn") for s in range(3)
+    }
+    for row in under:
+        assert [d["step"] for d in row["minus_bf16"]] == ([0, 20] if row["recipe"] == "mxfp4" else [0])
+        for entry in row["minus_bf16"]:
+            bf16 = runs[f"dense-5e-5-{row['seed']}"][entry["step"]]
+            assert entry["bf16"] == bf16.count("1") / 2048
+            assert entry["difference"] == pytest.approx(paired(runs[row["run"]][entry["step"]], bf16), abs=6e-7)
+    assert not any(r["minus_bf16"] for kind in KINDS for r in cards[kind]["grpo"] + cards[kind]["lr_search"])
 
 
 def test_cards_and_readmes_are_what_collect_makes(collect):
@@ -163,7 +187,8 @@ def raw(tmp_path):
     }))  # fmt: skip
     source = next(r for r in rows("grpo") if r["run"] == "moe-5e-5-1")
     config = {key: value for key, value in source.items() if key not in ("evals", "pinned", "versions", "device")}
-    config |= {"model": "policy:moe", "run": {key: source[key] for key in ("pinned", "versions", "device")}}
+    config |= {"model": "policy:moe"}
+    config["run"] = {key: source[key] for key in ("micro_batch", "pinned", "versions", "device")}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.123456789, "num_tokens": 5}\n')
     (run / "evals.jsonl").write_text('{"step": 0, "right": "10"}\n')
@@ -178,6 +203,15 @@ def test_raw_folders_are_gathered(collect, raw):
     ]  # fmt: skip
     assert [(r["run"], r["status"]) for r in found["grpo"]] == [("moe-5e-5-1", "unfinished")]
     assert found["grpo_steps"] == [{"run": "moe-5e-5-1", "step": 1, "loss": 0.123457}]
+
+
+def test_a_run_under_a_recipe_is_another_run(collect, raw):
+    again = raw / "grpo" / "under"
+    shutil.copytree(raw / "grpo" / "any", again)
+    config = yaml.safe_load((again / "config.yaml").read_text())
+    (again / "config.yaml").write_text(yaml.safe_dump(config | {"recipe": "mxfp4+mbs"}))
+    found = collect.gather([raw])["grpo"]
+    assert [(r["run"], r["recipe"]) for r in found] == [("moe-5e-5-1", "bf16"), ("moe-mxfp4+mbs-5e-5-1", "mxfp4+mbs")]
 
 
 def test_raw_folders_that_contradict_each_other_are_refused(collect, raw):
@@ -216,22 +250,25 @@ def test_gate_skips_what_is_finished_and_fails_when_a_run_does(tmp_path):
     finished.touch()
     environment = {**os.environ, "PYTHON": str(stand_in), "JOBS": "2"}
     result = subprocess.run(
-        [HERE / "gate.sh", runs, "eval", "grpo"], env=environment, capture_output=True, text=True, timeout=60
+        [HERE / "gate.sh", runs, "eval", "grpo", "recipes"], env=environment, capture_output=True, text=True, timeout=60
     )
     calls = (tmp_path / "python.calls").read_text().splitlines()
     assert result.returncode == 1 and "moe-5e-5-0: finished earlier" in result.stdout
     assert sorted((runs / "failed").read_text().split()) == [
         "grpo-dense-1e-4-2",
         "grpo-dense-5e-5-2",
+        "grpo-dense-mxfp4+mbs+of+aqn-5e-5-2",
+        "grpo-dense-mxfp4-5e-5-2",
         "grpo-moe-5e-5-2",
     ]
     assert sum("--eval-only" in call for call in calls) == 2
-    wanted = {(r["kind"], r["lr"], r["seed"], r["steps"]) for r in rows("grpo")}
+    wanted = {(r["kind"], r["recipe"], r["lr"], r["seed"], r["steps"], r["micro_batch"]) for r in rows("grpo")}
     given = set()
     for call in calls:
-        if "--recipe bf16" in call:
+        if "--recipe " in call:
             words = call.split()
             options = dict(pairwise(words))
-            lr, seed, steps = (options[f"--{name}"] for name in ("lr", "seed", "steps"))
-            given.add((options["--model"].removeprefix("policy:"), float(lr), int(seed), int(steps)))
-    assert given == wanted - {("moe", 5e-5, 0, 40)}
+            lr, seed, steps, batch = (options.get(f"--{name}", 512) for name in ("lr", "seed", "steps", "micro_batch"))
+            kind = options["--model"].removeprefix("policy:")
+            given.add((kind, options["--recipe"], float(lr), int(seed), int(steps), int(batch)))
+    assert given == wanted - {("moe", "bf16", 5e-5, 0, 40, 512)}
