@@ -16,29 +16,25 @@ Ctrl-C (or SIGTERM) ends the run after the step it is in and saves it; a second 
 from __future__ import annotations
 
 import json
-import math
 import platform
 import shutil
-import signal
-import subprocess
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
 from mxrl.integrations.trl import GRPOConfig, GRPOTrainer, NonFiniteError, complete_checkpoints
+from mxrl.provenance import provenance
 from mxrl.rl.chain import STYLES, solution, style_of
 from mxrl.rl.config import ConfigError, TrainConfig
 from mxrl.rl.evaluate import Evaluation, evaluate
+from mxrl.rl.keeper import Keeper, stop_signals
 from mxrl.rl.policy import resolve_model
 from mxrl.rl.rewards import chain_answer, gsm8k_answer, text_of
 from mxrl.rl.tasks import get_task, load_task
@@ -107,7 +103,7 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
     trainer.add_callback(keeper)
     _cut(out, int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else -1)
     try:
-        with _signals(keeper):
+        with stop_signals(keeper):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except NonFiniteError as error:
         result = {**_summary(config, out, trainer, "diverged"), "reason": str(error)}
@@ -130,85 +126,6 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
 def run_from_cli(config: str | Path | None = None, *, resume: str = "auto", **options: Any) -> dict[str, Any]:
     """`train` for a command line: a YAML file and options over it, values as text (see TrainConfig.from_options)."""
     return train(TrainConfig.from_options(config, **options), resume=resume)
-
-
-# --- while it runs ---------------------------------------------------------------------------------------------------
-
-
-class Keeper(TrainerCallback):
-    """Writes metrics and evaluations as they come, and ends the run when it was asked to."""
-
-    def __init__(self, config: TrainConfig, out: Path, phase: Callable, measure: Callable[[], Evaluation] | None):
-        self.config, self.out, self.phase, self.measure = config, out, phase, measure
-        self.stop = False
-        self.evaluated = -1
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 0:
-            self.evaluate(0)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not logs or "loss" not in logs:
-            return
-        _append(self.out / "metrics.jsonl", {"step": state.global_step, **logs})
-        if state.global_step % 10 == 0 or state.global_step <= 3:
-            shown = ("reward", "completions/mean_length", "entropy", "gap/mean_abs", "grad_norm", "time/step")
-            numbers = "  ".join(
-                f"{name.split('/')[-1]} {logs[name]:.4g}" for name in shown if logs.get(name) is not None
-            )
-            print(f"step {state.global_step}/{state.max_steps}  {numbers}", file=sys.stderr, flush=True)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        every = self.config.eval_every * self.config.updates
-        if every and state.global_step % every == 0:
-            self.evaluate(state.global_step)
-        if self.stop:
-            control.should_training_stop = True
-            control.should_save = self.config.save_every > 0
-
-    def evaluate(self, step: int) -> None:
-        """Greedy accuracy of the quantized policy without noise, once a step."""
-        if self.measure is None or self.evaluated == step:
-            return
-        self.evaluated = step
-        with self.phase("eval"):
-            result = self.measure()
-        right = "".join("1" if score >= 1 else "0" for score in result.scores)
-        groups = {str(g): {"accuracy": a, "n": n} for g, (a, n) in result.by_group().items()}
-        row = {
-            "step": step,
-            "accuracy": result.accuracy,
-            "n": len(result.scores),
-            "mean_tokens": result.mean_tokens,
-            "truncated": result.truncated,
-            "entropy_per_token": result.entropy,
-            "styles": result.styles,
-            "by_group": groups,
-            "right": right,
-        }
-        _append(self.out / "evals.jsonl", row)
-        print(f"step {step}  greedy accuracy {result.accuracy:.4f} of {len(right)}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _signals(keeper: Keeper) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks the run to stop after its step; the second one interrupts."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: Any) -> None:
-        if keeper.stop:
-            raise KeyboardInterrupt
-        keeper.stop = True
-        print("stopping after this step (once more: at once)", file=sys.stderr, flush=True)
-
-    former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 # --- what it is made of ----------------------------------------------------------------------------------------------
@@ -321,16 +238,10 @@ def _arguments(config: TrainConfig, out: Path, device: str, bf16: bool, max_new_
 
 
 def _run_info(trainer: GRPOTrainer, device: str) -> dict[str, Any]:
-    def installed(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
-    names = ("mxrl", "torch", "transformers", "trl", "accelerate", "datasets")
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     args = trainer.args
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        **provenance(name, "torch", "transformers", "trl", "accelerate", "datasets"),
         "compute_dtype": str(trainer.compute_dtype or torch.float32).removeprefix("torch."),
         "micro_batch": args.per_device_train_batch_size,
         "passes_per_update": args.gradient_accumulation_steps,
@@ -338,22 +249,7 @@ def _run_info(trainer: GRPOTrainer, device: str) -> dict[str, Any]:
         "pinned": trainer.pinned,
         "quantized_parameters": trainer.conversion.quantized_parameters,
         "parameters": trainer.conversion.parameters,
-        "versions": {"python": platform.python_version(), **{name: installed(name) for name in names}},
-        "commit": _commit(),
     }
-
-
-def _commit() -> str | None:
-    """The commit of the source tree, with "+" when it has changes; None when installed without one."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=True).stdout
-
-    try:
-        return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain", "--", str(here)).strip() else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -390,12 +286,6 @@ def _cut(out: Path, step: int) -> None:
                 if line.endswith("\n") and json.loads(line)["step"] <= step:
                     kept.append(line)
             _write(path, "".join(kept))
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    with path.open("a") as file:
-        file.write(json.dumps(clean) + "\n")
 
 
 def _write(path: Path, text: str) -> None:
