@@ -129,7 +129,8 @@ def demo(
     from mxrl.report.demo_console import Phases, print_demo
 
     try:
-        with Phases(Console(stderr=True)) as display:
+        # the stream itself: Console(stderr=True) would follow sys.stderr, which a phase redirects
+        with Phases(Console(file=sys.stderr)) as display:
             from mxrl.demo import Settings
             from mxrl.demo import demo as run
 

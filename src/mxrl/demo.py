@@ -9,13 +9,14 @@ Three questions, a phase for each policy or recipe:
     grpo       does training run, and how far is its rollout from its training pass?  rl/train.py, as `mxrl train` does
 
 Each phase's result is kept in out/phases/ as soon as it is there, under a key of all that it depends on (settings, the
-weights' hash, versions, commit): the same command goes on after a kill, and another one starts anew. demo.json holds
-every number of the page, so `report.demo.build_page` makes the page from it alone.
+weights' and the package's hash, versions): the same command goes on after a kill, and another one starts anew.
+demo.json holds every number of the page, so `report.demo.build_page` makes the page from it alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import logging
@@ -160,7 +161,7 @@ def _run(phase: Phase, path: Path, within: Callable[[float], None]) -> tuple[dic
 
 
 def _phases(settings: Settings, out: Path, origin: Mapping[str, Any]) -> list[Phase]:
-    common = {"schema": SCHEMA, "versions": origin["versions"], "commit": origin["commit"]}
+    common = {"source": _source(), "versions": origin["versions"]}
     hashes = {model: _files(model) for model in dict.fromkeys((*settings.analyzed, settings.model))}
     phases = []
     for model in settings.analyzed:
@@ -195,6 +196,14 @@ def _passes(recipe: str) -> int:
 def _label(name: str) -> str:
     """A model or a recipe as a file's name."""
     return re.sub(r"[^\w.+-]+", "-", name.removeprefix(POLICY_PREFIX)).strip("-")
+
+
+def _source() -> str:
+    """A hash of the package's modules: with another code, a kept result is another result."""
+    digest, package = hashlib.sha256(), Path(__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _files(model: str) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import mxrl.demo as module
-import mxrl.provenance as provenance
 from mxrl.cli import main
 from mxrl.demo import Settings, assemble, demo
 from mxrl.report.demo import build_page
@@ -60,10 +59,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_commit() -> Iterator[None]:
-    """The tree's commit is part of the key; it must not change under a test because somebody edits or commits."""
+def one_source() -> Iterator[None]:
+    """The package's hash is part of the key; it must not change under a test because somebody edits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(provenance, "commit", lambda: "c0ffee")
+        patch.setattr(module, "_source", lambda: "c0ffee")
         yield
 
 
@@ -117,16 +116,27 @@ def test_what_is_done_is_kept_and_the_rest_is_done_again(
 
 
 def test_other_settings_take_nothing_from_a_former_run(
-    done: tuple[Path, dict[str, Any], Heard], settings: Settings
+    done: tuple[Path, dict[str, Any], Heard], settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def keys(settings: Settings, commit: str | None = None) -> dict[str, Any]:
-        phases = module._phases(settings, done[0], {"versions": {}, "commit": commit})
+    def keys(settings: Settings, source: str = "c0ffee") -> dict[str, Any]:
+        monkeypatch.setattr(module, "_source", lambda: source)
+        phases = module._phases(settings, done[0], {"versions": {}})
         return {_plain(p.name): p.key for p in phases}
 
     first = keys(settings)
     other = keys(dataclasses.replace(settings, problems=5, lr=1e-4))
     assert [name for name in PHASES if first[name] != other[name]] == PHASES[1:]  # the weights are the same
-    assert not any(first[name] == key for name, key in keys(settings, commit="another").items())
+    assert not any(first[name] == key for name, key in keys(settings, source="another").items())
+
+
+def test_a_kept_result_is_used_under_its_own_key_only(tmp_path: Path) -> None:
+    def run(key: int, value: int) -> tuple[Any, bool]:
+        result, kept = module._run(
+            module.Phase("p", "", 1, {"k": (key,)}, lambda _: {"v": value}), tmp_path / "p.json", lambda _: None
+        )
+        return result["v"], kept
+
+    assert [run(1, 10), run(1, 20), run(2, 30), run(2, 40)] == [(10, False), (10, True), (30, False), (30, True)]
 
 
 def test_a_card_of_other_weights_is_left_out(settings: Settings, tmp_path: Path) -> None:
