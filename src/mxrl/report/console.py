@@ -34,7 +34,7 @@ def print_analysis(summary: Mapping[str, Any], console: Console) -> None:
     console.print(
         "[dim]excess: share of the squared error T beyond the floor, the error under the ideal scales m/q_max (no "
         "lower bound: a searched scale goes below it). D: deadzone. cos: scale against grid error. 2^δ: mean scale "
-        "over ideal scale. mxfp4's ceil rule has a higher MSE than floor and even, but never clips.[/dim]"
+        "over ideal scale. mxfp4's ceil rule usually has a higher MSE than floor and even, but never clips.[/dim]"
     )
 
 
