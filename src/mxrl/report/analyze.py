@@ -192,8 +192,8 @@ def _recipes(page: Page, summary: Mapping[str, Any], total: Mapping[str, ErrorSt
         caption="The raw terms. T = ‖scale‖² + ‖dz‖² + ‖grid‖² + twice the inner products.",
     )
     page.note(
-        "The `ceil` rule of plain `mxfp4` usually has a higher MSE than OCP's `floor` and than `even`. It never clips, and the "
-        "orthogonality of the decomposition rests on it: where a rule can clip, ⟨scale, dz⟩ need not be zero."
+        "The `ceil` rule of plain `mxfp4` usually has a higher MSE than OCP's `floor` and than `even`. It never clips, "
+        "and the orthogonality of the decomposition rests on it: where a rule can clip, ⟨scale, dz⟩ need not be zero."
     )
     page.note(
         "The floor is the limit of better scales under the max-to-6 rule, not a lower bound on error: a scale searched "
