@@ -6,4 +6,6 @@ files.py     files and folders that appear whole or not at all
 summary.py   a Scan as plain dictionaries: the JSON files and the columns of every table
 console.py   those columns as tables in the terminal
 analyze.py   `mxrl analyze`: open, scan, write; and its page
+demo.py      demo.json as a page; demo_console.py: its progress and table in the terminal
+bars.py, lines.py   the charts that page.py draws with svg.py
 """
