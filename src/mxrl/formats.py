@@ -32,6 +32,11 @@ class ElementFormat:
     max: float
 
     @property
+    def bits(self) -> int:
+        """Bits of a code, sign included: 4 are stored two to a byte."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal value; subnormals share it."""
         return 1 - self.bias

@@ -168,7 +168,7 @@ def _pack(
     grid = torch.cat([p.grid for p in parts])[:rows]
     bad = torch.cat([p.scale.value for p in parts])[:rows].isnan()
     codes = encode(torch.where(bad.unsqueeze(-1), 0.0, grid), fmt.element).flatten(1)
-    if fmt.element.exponent_bits + fmt.element.mantissa_bits == 3:
+    if fmt.element.bits == 4:
         codes = codes[:, : 2 * -(-k_axis // 2)]  # an odd row's last high nibble is padding
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
     else:
@@ -206,7 +206,7 @@ def _grid(packed: QuantizedTensor) -> Tensor:
     """Signed grid values [R, B, n], padded to whole (macro-)blocks."""
     fmt = format_of(packed.recipe)
     codes = _rows(packed.codes)
-    if fmt.element.exponent_bits + fmt.element.mantissa_bits == 3:
+    if fmt.element.bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)[:, : packed.shape[packed.dim]]
     unit = packed.recipe.macro if packed.macro_mantissas is not None else fmt.block
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % unit))

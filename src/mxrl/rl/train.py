@@ -31,6 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mxrl.integrations.trl import GRPOConfig, GRPOTrainer, NonFiniteError, complete_checkpoints
 from mxrl.provenance import provenance
+from mxrl.report.files import write_atomically
 from mxrl.rl.chain import STYLES, solution, style_of
 from mxrl.rl.config import ConfigError, TrainConfig
 from mxrl.rl.evaluate import Evaluation, evaluate
@@ -82,7 +83,7 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
         monitor_every=config.monitor_every,
         rollout_batch_size=config.rollout_batch,
     )
-    _write(
+    write_atomically(
         out / "config.yaml", yaml.safe_dump({**config.to_dict(), "run": _run_info(trainer, device)}, sort_keys=False)
     )
 
@@ -107,7 +108,7 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except NonFiniteError as error:
         result = {**_summary(config, out, trainer, "diverged"), "reason": str(error)}
-        _write(summary, json.dumps(result, indent=1))
+        write_atomically(summary, json.dumps(result, indent=1))
         raise
     step = trainer.state.global_step
     done = step >= config.steps * config.updates
@@ -117,7 +118,7 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
             _save_model(trainer, tokenizer, out / "model")
     result = _summary(config, out, trainer, "done" if done else "interrupted")
     if done:
-        _write(summary, json.dumps(result, indent=1))
+        write_atomically(summary, json.dumps(result, indent=1))
     else:
         print(f"stopped after step {step}; the same command goes on from there", file=sys.stderr)
     return result
@@ -285,13 +286,7 @@ def _cut(out: Path, step: int) -> None:
             for line in path.read_text().splitlines(keepends=True):
                 if line.endswith("\n") and json.loads(line)["step"] <= step:
                     kept.append(line)
-            _write(path, "".join(kept))
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+            write_atomically(path, "".join(kept))
 
 
 def _save_model(trainer: GRPOTrainer, tokenizer: Any, folder: Path) -> None:
