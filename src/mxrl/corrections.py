@@ -154,15 +154,29 @@ def normal_quantile(u: Tensor) -> Tensor:
     return out
 
 
+def noise_key(seed: int, rollout: int, name: str) -> tuple[int, int, int, int]:
+    """Philox's key (two words) and the upper counter words of (seed, rollout, name).
+
+    name: the canonical Hugging Face parameter name, experts unfused.
+    """
+    digest = hashlib.blake2b(f"{seed}\0{rollout}\0{name}".encode(), digest_size=16).digest()
+    k0, k1, c2, c3 = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8, 12))
+    return k0, k1, c2, c3
+
+
 def philox_normal(
     seed: int, rollout: int, name: str, start: int, count: int, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Elements start ... start + count − 1 of the standard normal noise of (seed, rollout, name): float32 [count].
 
-    name: the canonical Hugging Face parameter name, experts unfused. Any slice equals that slice of the whole.
+    Any slice equals that slice of the whole.
     """
-    digest = hashlib.blake2b(f"{seed}\0{rollout}\0{name}".encode(), digest_size=16).digest()
-    k0, k1, c2, c3 = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8, 12))
+    return normal_of_key(noise_key(seed, rollout, name), start, count, device)
+
+
+def normal_of_key(key: tuple[int, int, int, int], start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """`philox_normal` of a `noise_key`: element i is word i mod 4 of the counter (⌊i/4⌋, c2, c3), made normal."""
+    k0, k1, c2, c3 = key
     out = torch.empty(count, dtype=torch.float32, device=device)
     step = 1 << 20  # elements at a time: bounded temporaries, and they stay in cache
     for begin in range(start, start + count, step):

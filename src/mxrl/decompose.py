@@ -26,15 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxrl.formats import MXFP4, BlockFormat
-from mxrl.ops.qdq import passes, to_blocks
-from mxrl.quantize import as_rows, check_input, row_chunks, whole_tensor_scale
+from mxrl.formats import BlockFormat
+from mxrl.ops import dispatch
+from mxrl.ops.inject import COMPONENTS
+from mxrl.ops.inject import inject as reference_inject
+from mxrl.ops.layout import as_abk, check_input, write_rows
+from mxrl.ops.stats import DELTA_BINS, chunks
+from mxrl.quantize import whole_tensor_scale
 from mxrl.recipes import Recipe
-from mxrl.scaling import block_scale, divide, from_grid, to_grid
 
 Quantizer = Callable[[Tensor], Tensor]
-COMPONENTS = ("scale", "deadzone", "grid")
-DELTA_BINS = 64  # of width 1/32 over [−1, 1): ceil fills [0, 1), floor and even reach below; the ends collect the rest
 
 
 @dataclass(frozen=True)
@@ -166,170 +167,91 @@ def is_orthogonal(recipe: Recipe | Quantizer) -> bool:
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """One chunk of rows as blocks [R, B, n], in the arithmetic's dtype; `log_gamma` [R, B] or None is delta."""
+class _Job:
+    """What the operations take: x and a foreign C(x), if there is one, as [A, B, K], and the recipe they refer to."""
 
-    x: Tensor
-    quantized: Tensor
-    ideal: Tensor
-    mask: Tensor
-    maxima: Tensor
-    valid: Tensor  # [R, B] finite, and a real block (not the padding of a ragged macro-block)
-    delta: Tensor | None
-    clamped: Tensor | None
+    x_ABK: Tensor
+    recipe: Recipe
+    foreign_ABK: Tensor | None
+    tensor_scale: Tensor | None
 
-
-def _chunks(x: Tensor, recipe: Recipe | Quantizer, dim: int, fmt: BlockFormat | None) -> Iterable[tuple[slice, _Chunk]]:
-    rows = as_rows(x.detach(), dim)
-    reference = Recipe(base=fmt.name, rule="" if fmt.name == "nvfp4" else "ceil") if fmt else Recipe()
-    foreign = None
-    tensor_scale = None
-    if isinstance(recipe, Recipe):
-        if recipe.quantizes:
-            reference = recipe
-        # Q is rounded once to float32, so a bf16 or fp16 tensor is quantized as the float32 tensor of its values.
-        tensor_scale = whole_tensor_scale(rows, recipe) if recipe.quantizes else None
-    else:
-        foreign = recipe(x.detach())
+    @classmethod
+    def of(
+        cls, x: Tensor, recipe: Recipe | Quantizer, dim: int, fmt: BlockFormat | None, backend: str | None = None
+    ) -> _Job:
+        x = x.detach()
+        x_ABK = as_abk(x, dim)
+        if isinstance(recipe, Recipe) and recipe.quantizes and fmt in (None, recipe.format):
+            # Q is rounded once to float32, so a bf16 or fp16 tensor is quantized as the float32 tensor of its values.
+            return cls(x_ABK, recipe, None, whole_tensor_scale(x_ABK, recipe, backend))
+        if isinstance(recipe, Recipe):
+            foreign = x
+            if recipe.quantizes:
+                raise ValueError(f"decompose: {recipe} is of format {recipe.base}; format= is for callables")
+        else:
+            foreign = recipe(x)
         if foreign.shape != x.shape:
             shapes = f"{tuple(x.shape)} to {tuple(foreign.shape)}"
             raise ValueError(f"decompose: the quantizer changed the shape from {shapes}; it must keep it")
-        foreign = as_rows(foreign.detach().to(x.dtype if x.dtype == torch.float64 else torch.float32), dim)
-    fmt = fmt or reference.format or MXFP4
-    for where, chunk in row_chunks(rows):
-        blocks = to_blocks(chunk, reference)
-        maxima = blocks.abs().amax(-1)
-        valid = torch.isfinite(maxima)
-        valid[:, -(-rows.shape[1] // fmt.block) :] = False
-        ideal_scale = block_scale(maxima, fmt, "ideal")
-        grid = to_grid(blocks, ideal_scale, fmt, "ideal", torch.finfo(blocks.dtype).max)
-        ideal = from_grid(grid, ideal_scale.value, fmt, "ideal")
-        mask = blocks.abs().double() * fmt.deadzone_ratio < maxima.unsqueeze(-1)  # exact: 24·x fits float64
-        mask &= valid.unsqueeze(-1)  # beside an Inf, every finite element would count as small
-        delta = clamped = None
-        if foreign is not None:
-            quantized = to_blocks(foreign[where], reference)
-        elif isinstance(recipe, Recipe) and recipe.quantizes:
-            done, quantized = passes(blocks, recipe, torch.finfo(x.dtype).max, tensor_scale)
-            effective = done[0].scale.value.double() / (1 if recipe.rule != "ideal" else fmt.q_max)
-            if done[0].mantissa is not None:
-                p = (256 + done[0].mantissa.double()) / 256
-                effective = effective / p.repeat_interleave(recipe.macro // fmt.block, -1)
-            delta = torch.log2(effective / divide(maxima.double(), fmt.q_max))
-            clamped = done[0].scale.clamped
-        else:
-            quantized = blocks
-        yield where, _Chunk(blocks, quantized, ideal, mask, maxima, valid, delta, clamped)
-
-
-def _total(x: Tensor) -> float:
-    """A float64 sum that does not depend on the number of threads: blocks first, each by one thread, then in order."""
-    return float(x.sum(-1).flatten().cpu().numpy().sum()) if x.dim() > 1 else float(x.cpu().numpy().sum())
-
-
-def _chunk_stats(c: _Chunk, columns: int) -> ErrorStats:
-    valid = c.valid.unsqueeze(-1)
-    real = torch.arange(c.x.shape[1] * c.x.shape[2], device=c.x.device).view(c.x.shape[1:]) < columns
-    counted = valid & real
-    x = torch.where(counted, c.x, 0.0).double()
-    q = torch.where(counted, c.quantized, 0.0).double()
-    ideal = torch.where(counted, c.ideal, 0.0).double()
-    inside = c.mask & counted
-    error = q - x
-    scale = q - ideal
-    rest = ideal - x
-    deadzone = torch.where(inside, rest, 0.0)
-    grid = rest - deadzone
-    square = error * error
-    square_inside = torch.where(inside, square, 0.0)
-    zero_block = (c.maxima == 0) & c.valid
-    stats: dict[str, Any] = dict(
-        numel=int(counted.sum()),
-        sq_norm=_total(x * x),
-        dot_q_x=_total(q * x),
-        sq_error=_total(square),
-        sq_scale=_total(scale * scale),
-        sq_deadzone=_total(deadzone * deadzone),
-        sq_grid=_total(grid * grid),
-        dot_scale_grid=_total(scale * grid),
-        dot_scale_deadzone=_total(scale * deadzone),
-        dot_deadzone_grid=_total(deadzone * grid),
-        deadzone_count=int(inside.sum()),
-        exact_zero_count=int(((c.x == 0) & counted).sum()),
-        zero_blocks=int(zero_block.sum()),
-        nonfinite_blocks=int((~torch.isfinite(c.maxima)).sum()),
-        sq_error_deadzone=_total(square_inside),
-        sq_error_elsewhere=_total(square - square_inside),
-        deadzone_nonzero_count=int((inside & (q != 0)).sum()),
-    )
-    if c.delta is not None and c.clamped is not None:
-        clamped = c.clamped & c.valid
-        used = c.valid & ~zero_block & ~clamped
-        delta = torch.where(used, c.delta, 0.0)
-        bins = ((delta + 1) * (DELTA_BINS / 2)).long().clamp(0, DELTA_BINS - 1)[used]
-        stats |= dict(
-            clamped_blocks=int(clamped.sum()),
-            delta_count=int(used.sum()),
-            delta_sum=_total(delta),
-            delta_sq_sum=_total(delta * delta),
-            gamma_sum=_total(torch.where(used, torch.exp2(delta), 0.0)),
-            delta_hist=tuple(torch.bincount(bins.cpu(), minlength=DELTA_BINS).tolist()),
-        )
-    return ErrorStats(**stats)
+        foreign = foreign.detach().to(x.dtype if x.dtype == torch.float64 else torch.float32)
+        name = fmt.name if fmt else "mxfp4"
+        return cls(x_ABK, Recipe(name, "" if name == "nvfp4" else "ceil"), as_abk(foreign, dim), None)
 
 
 @torch.no_grad()
 def error_stats(
-    x: Tensor, recipe: str | Recipe | Quantizer = "mxfp4", *, dim: int = -1, format: BlockFormat | None = None
+    x: Tensor,
+    recipe: str | Recipe | Quantizer = "mxfp4",
+    *,
+    dim: int = -1,
+    format: BlockFormat | None = None,
+    backend: str | None = None,
 ) -> ErrorStats:
-    """The statistics of the decomposition alone, streamed in fixed chunks (no whole-tensor temporaries).
+    """The statistics of the decomposition alone, streamed (no whole-tensor temporaries).
 
-    Arguments and errors as `decompose`. Equal bit for bit however many threads run it.
+    Arguments and errors as `decompose`. Equal bit for bit however many threads run it; between backends counts are
+    equal, and sums to 1e-12 relative.
     """
     recipe, dim = _checked(x, recipe, dim)
-    total = ErrorStats.zero()
-    for _, chunk in _chunks(x, recipe, dim, format):
-        total = total + _chunk_stats(chunk, x.shape[dim])
-    return total
+    job = _Job.of(x, recipe, dim, format, backend)
+    operation = dispatch.operation("stats", job.x_ABK, job.recipe, backend)
+    return ErrorStats(**operation.stats(job.x_ABK, job.recipe, job.foreign_ABK, job.tensor_scale))
 
 
 @torch.no_grad()
 def decompose(
-    x: Tensor, recipe: str | Recipe | Quantizer = "mxfp4", *, dim: int = -1, format: BlockFormat | None = None
+    x: Tensor,
+    recipe: str | Recipe | Quantizer = "mxfp4",
+    *,
+    dim: int = -1,
+    format: BlockFormat | None = None,
+    backend: str | None = None,
 ) -> Decomposition:
     """Split the quantization error of `x` along `dim` exactly into scale, deadzone and grid.
 
     x: any float dtype and shape (bf16 and fp16 are taken as the float32 values they are). recipe: its grammar, a
         Recipe, or any callable Tensor -> Tensor of the same shape. format: the block format whose Q* and D a callable
-        is referred to (default MXFP4); a recipe brings its own.
+        is referred to (default MXFP4); a recipe brings its own. backend: of the statistics, see `mxrl.ops.dispatch`.
     Returns a Decomposition with x + scale + deadzone + grid == C(x) exactly.
     """
     recipe, dim = _checked(x, recipe, dim)
-    moved = x.movedim(dim, -1)
-    rows, columns = moved.shape[:-1].numel(), moved.shape[-1]
-    out = [torch.empty(rows, columns, dtype=torch.float64, device=x.device) for _ in range(4)]
-    masks = torch.empty(rows, columns, dtype=torch.bool, device=x.device)
-    total = ErrorStats.zero()
-    for where, c in _chunks(x, recipe, dim, format):
-        total = total + _chunk_stats(c, columns)
-        xd, q, ideal = c.x.double(), c.quantized.double(), c.ideal.double()
-        rest = ideal - xd
-        parts = (q - ideal, torch.where(c.mask, rest, 0.0), torch.where(c.mask, 0.0, rest), q - xd)
-        for target, part in zip(out, parts, strict=True):
-            target[where] = torch.where(c.valid.unsqueeze(-1), part, float("nan")).flatten(1)[:, :columns]
-        masks[where] = c.mask.flatten(1)[:, :columns]
+    job = _Job.of(x, recipe, dim, format, backend)
+    columns = x.shape[dim]
 
-    def back(t: Tensor) -> Tensor:
-        return t.view(moved.shape).movedim(-1, dim)
+    def like_x(dtype: torch.dtype) -> Tensor:
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
 
-    scale, deadzone, grid, error = map(back, out)
-    return Decomposition(scale, deadzone, grid, error, back(masks), total, is_orthogonal(recipe))
-
-
-def _checked(x: Tensor, recipe: str | Recipe | Quantizer, dim: int) -> tuple[Recipe | Quantizer, int]:
-    if isinstance(recipe, str):
-        recipe = Recipe.parse(recipe)
-    return recipe, check_input(x, dim, "decompose")
+    out = [like_x(torch.float64) for _ in range(4)]
+    mask = like_x(torch.bool)
+    for begin, end, c in chunks(job.x_ABK, job.recipe, job.foreign_ABK, job.tensor_scale):
+        for target, part in zip(out, c.components(), strict=True):
+            part = torch.where(c.valid.unsqueeze(-1), part, float("nan")).flatten(1)[:, :columns]
+            write_rows(as_abk(target, dim), begin, end, part)
+        write_rows(as_abk(mask, dim), begin, end, c.mask.flatten(1)[:, :columns])
+    operation = dispatch.operation("stats", job.x_ABK, job.recipe, backend)
+    stats = ErrorStats(**operation.stats(job.x_ABK, job.recipe, job.foreign_ABK, job.tensor_scale))
+    scale, deadzone, grid, total = out
+    return Decomposition(scale, deadzone, grid, total, mask, stats, is_orthogonal(recipe))
 
 
 @torch.no_grad()
@@ -341,6 +263,7 @@ def inject(
     dim: int = -1,
     energy_matched: bool = False,
     generator: torch.Generator | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """x plus any subset of {"scale", "deadzone", "grid"} of its error, rounded once to x's dtype: a causal probe.
 
@@ -348,17 +271,40 @@ def inject(
     `generator`) with the chosen components' ‖·‖ instead of them, a control: e_scale alone exceeds the whole error.
     Raises ValueError for an unknown component.
     """
-    chosen = (components,) if isinstance(components, str) else tuple(components)
-    for name in chosen:
-        if name not in COMPONENTS:
-            raise ValueError(f"inject: unknown component '{name}'; possible: {', '.join(COMPONENTS)}")
+    chosen = frozenset((components,) if isinstance(components, str) else components)
+    for name in sorted(chosen - set(COMPONENTS)):
+        raise ValueError(f"inject: unknown component '{name}'; possible: {', '.join(COMPONENTS)}")
+    if energy_matched:
+        return _energy_matched(x, chosen, recipe, dim, generator)
+    recipe, dim = _checked(x, recipe, dim)
+    job = _Job.of(x, recipe, dim, None, backend)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out_ABK = as_abk(out, dim)
+    if job.foreign_ABK is not None:
+        reference_inject(job.x_ABK, job.recipe, chosen, out_ABK, None, job.foreign_ABK)
+        return out
+    operation = dispatch.operation("inject", job.x_ABK, job.recipe, backend)
+    operation.inject(job.x_ABK, job.recipe, chosen, out_ABK, job.tensor_scale)
+    return out
+
+
+def _energy_matched(
+    x: Tensor, chosen: frozenset[str], recipe: str | Recipe | Quantizer, dim: int, generator: torch.Generator | None
+) -> Tensor:
+    """x plus Gaussian noise with the norm of the chosen components."""
     parts = decompose(x, recipe, dim=dim)
     error = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for name in COMPONENTS:  # this order: x + (scale + deadzone + grid) is C(x) exactly
+    for name in COMPONENTS:
         if name in chosen:
-            error = error + getattr(parts, name)
-    if energy_matched:
-        noise = torch.randn(x.shape, dtype=torch.float64, device=x.device, generator=generator)
-        error = noise * (error.norm() / noise.norm()) if x.numel() else noise
-    result = x.double() + error
+            error += getattr(parts, name)
+    noise = torch.randn(x.shape, dtype=torch.float64, device=x.device, generator=generator)
+    if x.numel():
+        noise *= error.norm() / noise.norm()
+    result = x.double() + noise
     return torch.where(result == 0, torch.copysign(result, x.double()), result).to(x.dtype)  # zeros keep x's sign
+
+
+def _checked(x: Tensor, recipe: str | Recipe | Quantizer, dim: int) -> tuple[Recipe | Quantizer, int]:
+    if isinstance(recipe, str):
+        recipe = Recipe.parse(recipe)
+    return recipe, check_input(x, dim, "decompose")

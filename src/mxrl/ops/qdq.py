@@ -15,8 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mxrl.corrections import halving_sum, mbs_align, mbs_candidates, mbs_factor, of_blend, prescale
+from mxrl.corrections import (
+    halving_sum,
+    mbs_align,
+    mbs_candidates,
+    mbs_factor,
+    normal_of_key,
+    of_blend,
+    prescale,
+)
 from mxrl.formats import BlockFormat
+from mxrl.ops.layout import row_chunks, write_rows
 from mxrl.recipes import Recipe
 from mxrl.scaling import BlockScale, block_scale, from_grid, pow2, to_grid
 
@@ -174,3 +183,44 @@ def qdq_rows(rows: Tensor, recipe: Recipe, tensor_scale: Tensor | None = None) -
     """Rows [R, K] -> their quantized values [R, K], same dtype."""
     _, value = passes(to_blocks(rows, recipe), recipe, torch.finfo(rows.dtype).max, tensor_scale)
     return value.flatten(1)[:, : rows.shape[-1]].to(rows.dtype)
+
+
+# --- the operations: what dispatch.py hands out (qdq_triton.py and qdq_cpu.py have the same functions) ----------------
+
+
+def unsupported(recipe: Recipe, dtype: torch.dtype) -> str | None:
+    """Why this backend can't serve `recipe` in `dtype`; None: it can."""
+    return None
+
+
+def qdq(x_ABK: Tensor, recipe: Recipe, out_ABK: Tensor, tensor_scale: Tensor | None) -> None:
+    """out = Q(x), rounded once to their dtype; out may be x, or have other strides."""
+    for begin, end, rows in row_chunks(x_ABK):
+        write_rows(out_ABK, begin, end, qdq_rows(rows, recipe, tensor_scale))
+
+
+def noisy_qdq(
+    w_ABK: Tensor,
+    recipe: Recipe,
+    out_ABK: Tensor,
+    key: tuple[int, int, int, int],
+    std: float,
+    tensor_scale: Tensor | None,
+) -> None:
+    """out = Q(cast(float32(w) + z · float32(std))), the cast to out's dtype.
+
+    z: the standard normal noise of `corrections.philox_normal`'s `key`, by an element's offset in memory from
+    w_ABK[0, 0, 0]: w is a contiguous matrix, its axes moved or not. Two float32 roundings, the product's and the sum's.
+    """
+    memory = sorted(range(3), key=w_ABK.stride, reverse=True)
+    z = normal_of_key(key, 0, w_ABK.numel(), w_ABK.device).view([w_ABK.shape[i] for i in memory])
+    z_ABK = z.permute([memory.index(i) for i in range(3)])
+    noised = w_ABK.to(torch.promote_types(w_ABK.dtype, torch.float32)) + z_ABK * std
+    qdq(noised.to(out_ABK.dtype), recipe, out_ABK, tensor_scale)
+
+
+def finite_amax(x_ABK: Tensor, recipe: Recipe) -> Tensor:
+    """max|x| over the blocks without NaN or Inf, 0 without any: 0-d, float32 (float64 of a float64 tensor)."""
+    maxima = [finite_max(to_blocks(rows, recipe)) for _, _, rows in row_chunks(x_ABK)]
+    dtype = torch.float64 if x_ABK.dtype == torch.float64 else torch.float32
+    return torch.stack([torch.zeros((), dtype=dtype, device=x_ABK.device), *maxima]).amax()
