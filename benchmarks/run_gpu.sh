@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Tests and benchmarks on a machine with a CUDA GPU, at most nine minutes in all; results go to $OUT (default ./out/gpu).
+#
+#   bash benchmarks/run_gpu.sh [tests] [kernels] [train] [rollout] [counters]      default: the first four, in this order
+#
+# On a machine that reaches no package index: wheels of what its Python lacks lie in .whl/ and go to /tmp/site; those of
+# the other libraries lie in .whl/peers/ and go to /tmp/peers, which only the kernels' part sees. MXRL_COMMIT names the
+# commit where the source travels without its history. LIMIT_kernels=300 and the like change how many seconds a part may
+# take. The models' parts ask for Triton by name, so that nothing else serves unseen. A part that fails or runs out of
+# time doesn't stop the next one.
+set -u
+cd "$(dirname "$0")/.."
+OUT=${OUT:-out/gpu}
+mkdir -p "$OUT"
+wheels() { # folder of wheels, where to
+  compgen -G "$1/*.whl" >/dev/null && [ ! -e "$2/.complete" ] || return 0
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$2" "$1"/*.whl &&
+    touch "$2/.complete"
+}
+wheels .whl /tmp/site || exit
+wheels .whl/peers /tmp/peers || echo "run_gpu.sh: the other libraries could not be installed; their rows will say so"
+export PYTHONPATH=src:/tmp/site PYTHONUNBUFFERED=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
+export HF_HUB_DISABLE_PROGRESS_BARS=1
+export MXRL_COMMIT=${MXRL_COMMIT:-$(git rev-parse HEAD 2>/dev/null)}
+
+part() { # name, seconds, command …
+  local name=$1 limit="LIMIT_$1" seconds
+  seconds=${!limit:-$2}
+  shift 2
+  local begin=$SECONDS code
+  timeout -k 5 "$seconds" "$@" >"$OUT/$name.txt" 2>&1
+  code=$?
+  echo "== $name: exit $code after $((SECONDS - begin)) s (limit $seconds)"
+}
+
+[ $# -gt 0 ] || set -- tests kernels train rollout
+for name in "$@"; do
+  case $name in
+    tests)
+      OMP_NUM_THREADS=2 part tests 120 python3 -m pytest -q -n 8 -p no:cacheprovider --tb=short --durations=8 \
+        tests/unit/test_devices.py $(ls tests/unit/test_*_triton.py tests/unit/test_engine*.py 2>/dev/null)
+      tail -n 40 "$OUT/tests.txt" | cut -c1-200
+      ;;
+    kernels)
+      part kernels 150 env PYTHONPATH="$PYTHONPATH:/tmp/peers" python3 benchmarks/bench_kernels.py --device cuda --out "$OUT/kernels_cuda.jsonl"
+      grep -E '^(\||NOTE)' "$OUT/kernels.txt" | cut -c1-200 || tail -n 15 "$OUT/kernels.txt"
+      ;;
+    train)
+      part train 80 env MXRL_BACKEND=triton python3 benchmarks/bench_train_step.py --device cuda --out "$OUT/train_step_cuda.jsonl"
+      tail -n 25 "$OUT/train.txt" | cut -c1-200
+      ;;
+    rollout)
+      part rollout 180 env MXRL_BACKEND=triton python3 benchmarks/bench_rollout.py --device cuda --out "$OUT/rollout_cuda.jsonl"
+      tail -n 30 "$OUT/rollout.txt" | cut -c1-200
+      ;;
+    counters)
+      part counters 120 python3 benchmarks/counters.py --out "$OUT/counters_cuda.jsonl"
+      tail -n 40 "$OUT/counters.txt" | cut -c1-200
+      ;;
+    *)
+      echo "run_gpu.sh: unknown part '$name'; possible: tests kernels train rollout counters" >&2
+      exit 2
+      ;;
+  esac
+done

@@ -1,0 +1,309 @@
+"""The figures of README.md, from results/*.jsonl.
+
+    python benchmarks/tables.py [FILE …]      prints them
+    python benchmarks/tables.py --write       puts them on the page, between its markers
+
+First the targets, each met or missed by a factor; then a Markdown table for each benchmark and device, with what
+couldn't be measured under it. Nothing on the page is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from measure import Row, read_rows
+
+from mxrl.report.files import write_atomically
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- tables.py --write -->", "<!-- end -->"
+GPU_BYTES = 256 << 20  # the kernels' targets are about tensors of at least 256 MiB
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on `value` of the rows that `where` picks, one verdict for each dtype, precision or case among them."""
+
+    what: str
+    benchmark: str
+    where: dict[str, str]
+    value: Callable[[Row, list[Row]], float | None]
+    bound: float
+    least: bool  # whether the bound is the least that will do (else the most)
+    accelerator: bool
+
+    def verdicts(self, rows: list[Row]) -> Iterator[tuple[str, float]]:
+        for row in rows:
+            if row["benchmark"] == self.benchmark and "ms" in row and self._here(row):
+                if all(row.get(k) == v for k, v in self.where.items()):
+                    value = self.value(row, _same_run(row, rows))
+                    if value is not None:
+                        yield _variant(row), value
+
+    def _here(self, row: Row) -> bool:
+        if row["accelerator"] != self.accelerator:
+            return False
+        return self.benchmark != "kernels" or not self.accelerator or row["tensor_bytes"] >= GPU_BYTES
+
+    def met(self, value: float) -> bool:
+        return value >= self.bound if self.least else value <= self.bound
+
+    def factor(self, value: float) -> float:
+        """How far off a miss is: 1.1 is ten percent too slow."""
+        return self.bound / value if self.least else value / self.bound
+
+
+def _variant(row: Row) -> str:
+    return ", ".join(str(row[k]) for k in ("dtype", "precision", "case", "recipe") if row.get(k))
+
+
+def _same_run(row: Row, rows: list[Row]) -> list[Row]:
+    """The rows that were interleaved with this one."""
+    keys = ("benchmark", "group", "dtype", "shape", "device", "created", "precision", "case")
+    return [other for other in rows if all(other.get(k) == row.get(k) for k in keys) and "ms" in other]
+
+
+def _fraction(row: Row, run: list[Row]) -> float | None:
+    return row.get("fraction")
+
+
+def _p50(row: Row) -> float:
+    return row["ms"]["p50"]
+
+
+def _times(op: str, **where: str) -> Callable[[Row, list[Row]], float | None]:
+    """How many times the p50 of the row of `op` in the same run."""
+
+    def value(row: Row, run: list[Row]) -> float | None:
+        units = [r for r in run if r["op"] == op and all(r.get(k) == v for k, v in where.items())]
+        return _p50(row) / _p50(units[0]) if units else None
+
+    return value
+
+
+def _fastest_peer(row: Row, run: list[Row]) -> float | None:
+    """The fastest peer's time over ours: above 1 all are beaten."""
+    peers = [_p50(r) for r in run if r["backend"] == "peer"]
+    return min(peers) / _p50(row) if peers else None
+
+
+def _speed_over(**where: str) -> Callable[[Row, list[Row]], float | None]:
+    def value(row: Row, run: list[Row]) -> float | None:
+        others = [r for r in run if all(r.get(k) == v for k, v in where.items())]
+        return row["tokens/s"] / others[0]["tokens/s"] if others else None
+
+    return value
+
+
+def _targets() -> Iterator[Target]:
+    kernel = {"op": "qdq", "backend": "triton", "group": "qdq"}
+    for recipe, bound in (
+        ("mxfp4", 0.95), ("mxfp4+mbs", 0.95), ("mxfp4+of", 0.95), ("mxfp4+mbs+of", 0.85), ("mxfp4+mbs:search16", 0.20),
+    ):  # fmt: skip
+        where = kernel | {"recipe": recipe}
+        yield Target("qdq into out, share of copy bandwidth", "kernels", where, _fraction, bound, True, True)
+    stats = {"op": "stats", "backend": "triton", "recipe": "mxfp4"}
+    yield Target("statistics: share of read bandwidth", "kernels", stats, _fraction, 0.90, True, True)
+    plain = kernel | {"recipe": "mxfp4", "group": "peers"}
+    yield Target("fastest peer's time, × ours", "kernels", plain, _fastest_peer, 1.0, True, True)
+    for recipe, bound in (("mxfp4", 1.25), ("mxfp4+mbs+of", 1.40)):
+        where = {"op": "train step", "recipe": recipe, "backend": "triton"}
+        yield Target(
+            "training step, × bf16", "train_step", where, _times("train step", recipe="bf16"), bound, False, True
+        )
+    bf16 = {"op": "rollout", "engine": "slots", "recipe": "bf16", "case": "even"}
+    for engine in ("hf static", "hf static, eager"):
+        over_hf = _speed_over(engine=engine, recipe="bf16")
+        yield Target(f"rollout, × generate ({engine})", "rollout", bf16, over_hf, 2.0, True, True)
+    for recipe in ("mxfp4", "mxfp4+mbs+of"):
+        yield Target(
+            "W4A4 rollout, share of our bf16", "rollout", bf16 | {"recipe": recipe, "backend": "triton"},
+            _speed_over(engine="slots", recipe="bf16"), 0.75, True, True,
+        )  # fmt: skip
+    cpu = {"op": "qdq", "backend": "cpu", "group": "qdq", "recipe": "mxfp4"}
+    for dtype, bound in (("float32", 1.7), ("bfloat16", 3.0)):
+        yield Target("qdq into out, × copy", "kernels", cpu | {"dtype": dtype}, _times("copy"), bound, False, False)
+    stats = {"op": "stats", "backend": "cpu", "recipe": "mxfp4"}
+    yield Target("statistics, × qdq", "kernels", stats, _times("qdq", backend="cpu"), 1.0, False, False)
+    yield Target("fastest peer's time, × ours", "kernels", cpu | {"group": "peers"}, _fastest_peer, 1.0, True, False)
+
+
+TARGETS = tuple(_targets())
+
+
+def targets(rows: list[Row], *, measured: bool = False) -> list[str]:
+    """Markdown lines: what was aimed at, what was measured. measured: leave out what wasn't."""
+    lines = ["| device | target | | bound | measured | |", "|---|---|---|---|---|---|"]
+    for target in TARGETS:
+        found = list(target.verdicts(rows))
+        sign = "≥" if target.least else "≤"
+        where = "H200" if target.accelerator else "CPU"
+        for variant, value in found or ([] if measured else [(_variant(target.where), None)]):
+            verdict = "not measured"
+            if value is not None and target.met(value):
+                verdict = "met"
+            elif value is not None:
+                verdict = f"**missed by × {target.factor(value):.2f}**{_limit(target, rows)}"
+            shown = "" if value is None else f"{value:.3f}"
+            lines.append(f"| {where} | {target.what} | {variant} | {sign} {target.bound:g} | {shown} | {verdict} |")
+    return lines
+
+
+def _limit(target: Target, rows: list[Row]) -> str:
+    """What was counted of a kernel that misses its target."""
+    names = {k: target.where[k] for k in ("op", "recipe", "backend") if k in target.where}
+    counted = [r for r in rows if r["benchmark"] == "counters" and all(r[k] == v for k, v in names.items())]
+    return f": {told(counted[-1])}" if counted and target.benchmark == "kernels" else ""
+
+
+def told(row: Row) -> str:
+    """A row of counters.py in words."""
+    moved = f"{row['read']:.2f} B read and {row['written']:.2f} B written an element"
+    busy = f"{row['per_cycle']:.2f} of 4 instructions a cycle, {row['dram']:.0%} of DRAM's peak"
+    return f"{row['instructions']:.1f} instructions, {moved}; {busy}, {row['registers']:.0f} registers"
+
+
+def _unique(values: Iterable[object]) -> list:
+    return list(dict.fromkeys(values))
+
+
+def _from(rows: list[Row]) -> str:
+    """One line of where these rows come from."""
+    first = rows[0]
+    versions = ", ".join(f"{k} {v}" for k, v in first["versions"].items())
+    dates = " to ".join(_unique((min(r["created"] for r in rows)[:10], max(r["created"] for r in rows)[:10])))
+    commits = ", ".join(str(c)[:12] for c in _unique(r["commit"] for r in rows))
+    return f"{first['device']}; {versions}; commit {commits}; seed {first['seed']}; {dates}."
+
+
+def _ms(row: Row) -> str:
+    ms = row["ms"]
+    digits = 3 if ms["p50"] < 10 else 1
+    return f"{ms['p50']:.{digits}f} [{ms['p20']:.{digits}f}, {ms['p80']:.{digits}f}]"
+
+
+def kernels(rows: list[Row]) -> Iterator[str]:
+    """Per group: a row for each operation, columns for each dtype: ms, and the share of a bandwidth or × copy."""
+    for group in _unique(r["group"] for r in rows):
+        own = [r for r in rows if r["group"] == group]
+        for shape in _unique(tuple(r["shape"]) for r in own):
+            chosen = [r for r in own if tuple(r["shape"]) == shape]
+            dtypes = _unique(r["dtype"] for r in chosen)
+            yield f"\n**{group}**, {' × '.join(map(str, shape))}\n"
+            heads = [f"{d}: ms p50 [p20, p80] | of bandwidth | × copy" for d in dtypes]
+            yield "| operation | recipe | by | " + " | ".join(heads) + " |"
+            yield "|---|---|---|" + "---|---|---|" * len(dtypes)
+            for name in _unique(map(_named, chosen)):
+                cells = []
+                for dtype in dtypes:
+                    found = [r for r in chosen if _named(r) == name and r["dtype"] == dtype]
+                    cells.append(_kernel_cells(found[-1], rows) if found else " | | ")
+                yield f"| {name[0]} | {name[1]} | {name[2]} | " + " | ".join(cells) + " |"
+            differs = {r["op"]: r["differs"] for r in chosen if "differs" in r}
+            if differs:
+                told = "; ".join(f"{op} {share:.2%}" for op, share in differs.items())
+                yield f"\nElements that differ from ours ({dtypes[-1]}): {told}."
+
+
+def _named(row: Row) -> tuple[str, str, str]:
+    return row["op"], row["recipe"], row["backend"]
+
+
+def _kernel_cells(row: Row, rows: list[Row]) -> str:
+    if "ms" not in row:
+        return "not measured | | "
+    copy = _times("copy")(row, _same_run(row, rows))
+    share = f"{row['fraction']:.1%} of {row['against']}" if "fraction" in row else ""
+    unequal = " (NOT EQUAL)" if row.get("equal") is False else ""
+    return f"{_ms(row)}{unequal} | {share} | " + (f"{copy:.2f}" if copy else "")
+
+
+def train_step(rows: list[Row]) -> Iterator[str]:
+    for precision in _unique(r["precision"] for r in rows):
+        own = [r for r in rows if r["precision"] == precision]
+        yield f"\n**{precision}**, {own[0]['workload']}\n"
+        yield "| recipe | by | ms p50 [p20, p80] | × bf16 | peak in a step, MiB | saved for backward, MiB |"
+        yield "|---|---|---|---|---|---|"
+        for row in own:
+            if "ms" not in row:
+                yield f"| {row['recipe']} | {row['backend']} | not measured | | | |"
+                continue
+            times = _times("train step", recipe="bf16")(row, _same_run(row, rows))
+            sizes = [f"{row[k] / 2**20:,.0f}" if row.get(k) else "" for k in ("peak_bytes", "saved_bytes")]
+            yield f"| {row['recipe']} | {row['backend']} | {_ms(row)} | {times or 0:.3f} | {sizes[0]} | {sizes[1]} |"
+
+
+def rollout(rows: list[Row]) -> Iterator[str]:
+    for case in _unique(r["case"] for r in rows):
+        own = [r for r in rows if r["case"] == case]
+        yield f"\n**{case}**, {own[0]['workload']}\n"
+        yield "| engine | recipe | by | tokens/s | s p50 [p20, p80] | × generate, static cache | share of our bf16 |"
+        yield "|---|---|---|---|---|---|---|"
+        for row in own:
+            if "ms" not in row:
+                yield f"| {row['engine']} | {row['recipe']} | {row['backend']} | not measured | | | |"
+                continue
+            run = _same_run(row, rows)
+            ratios = [_speed_over(engine=e, recipe="bf16")(row, run) for e in ("hf static", "slots")]
+            shown = " | ".join("" if r is None else f"{r:.2f}" for r in ratios)
+            seconds = ", ".join(f"{row['ms'][p] / 1e3:.2f}" for p in ("p20", "p80"))
+            speed, took = f"{row['tokens/s']:,.0f}", f"{_p50(row) / 1e3:.2f} [{seconds}]"
+            yield f"| {row['engine']} | {row['recipe']} | {row['backend']} | {speed} | {took} | {shown} |"
+
+
+def counters(rows: list[Row]) -> Iterator[str]:
+    yield "\nInstructions and DRAM bytes are an element's.\n"
+    yield "| operation | recipe | dtype | instructions | B read | B written | a cycle (of 4) | of DRAM | registers |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        counts = f"{row['instructions']:.1f} | {row['read']:.2f} | {row['written']:.2f} | {row['per_cycle']:.2f}"
+        names = f"{row['op']} | {row['recipe']} | {row['dtype']}"
+        yield f"| {names} | {counts} | {row['dram']:.0%} | {row['registers']:.0f} |"
+
+
+PAGES = {"kernels": kernels, "counters": counters, "train_step": train_step, "rollout": rollout}
+
+
+def tables(rows: list[Row]) -> Iterator[str]:
+    for benchmark, page in PAGES.items():
+        of_benchmark = [r for r in rows if r["benchmark"] == benchmark]
+        for device in _unique(r["device"] for r in of_benchmark):
+            own = [r for r in of_benchmark if r["device"] == device]
+            yield f"\n## {benchmark}, {device}\n"
+            yield _from(own)
+            yield from page(own)
+            missing = _unique((_title(r), r["missing"]) for r in own if "missing" in r)
+            if missing:
+                yield "\nNot measured: " + "; ".join(f"{name} ({why})" for name, why in missing) + "."
+
+
+def _title(row: Row) -> str:
+    return " ".join(filter(None, (row["op"], row.get("engine", ""), row["recipe"], row["backend"])))
+
+
+def write(page: Path, text: str) -> None:
+    """Replace what stands between the page's two markers."""
+    head, rest = page.read_text().split(BEGIN)
+    _, tail = rest.split(END)
+    write_atomically(page, f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="*", help="default: every file in benchmarks/results")
+    parser.add_argument("--write", action="store_true", help="into README.md, between its markers")
+    args = parser.parse_args()
+    rows = read_rows(*(args.files or sorted(RESULTS.glob("*.jsonl"))))
+    text = "\n".join([*targets(rows), *tables(rows)])
+    if args.write:
+        write(PAGE, text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
