@@ -10,8 +10,8 @@ One step, and where this module comes in:
     reward, advantage, clipped loss, update of the unquantized master weights          TRL
 
 TRL computes importance weights for vLLM only. So the trainer is built without vLLM, and then given an object with
-vLLM's two methods (`sync_weights`, `generate`). That leans on TRL's internals, all of it in this file; what must hold
-of them is listed and checked in trl_contract.py, and another minor version of TRL is refused if anything moved.
+vLLM's two methods (`sync_weights`, `generate`). That leans on TRL's internals, all of it here and in trl_rollout.py;
+what must hold of them is checked in trl_contract.py, and another minor version of TRL is refused if anything moved.
 
 Randomness. Everything drawn for a rollout comes from (seed, rollout batch, rank), AQN's noise from (seed, rollout,
 parameter name): a run that resumes draws what it would have drawn, and two recipes with one seed see the same prompts.
@@ -19,12 +19,10 @@ parameter name): a run that resumes draws what it would have drawn, and two reci
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +33,20 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_config import GRPOConfig as TrlConfig
 from trl.trainer.grpo_trainer import GRPOTrainer as TrlTrainer
-from trl.trainer.utils import RepeatSampler, create_model_from_path, get_config_model_id
+from trl.trainer.utils import create_model_from_path, get_config_model_id
 
 import mxrl
 from mxrl.corrections import aqn_sigma
+from mxrl.integrations.trl_config import GRPOConfig, UnsupportedError, pin
 from mxrl.integrations.trl_contract import check_version
-from mxrl.nn import aqn_noise, rollout_weights
+from mxrl.integrations.trl_rollout import (
+    EpochRepeatSampler,
+    QuantizedRollout,
+    derived_seed,
+    real_positions,
+    without_autocast,
+)
+from mxrl.nn import rollout_weights, shared_weights
 from mxrl.nn.weights import Noise, RolloutReport
 from mxrl.recipes import Recipe
 from mxrl.rl.gap import gap_stats
@@ -48,12 +54,8 @@ from mxrl.rl.monitor import distinct, logit_noise, weight_stats
 from mxrl.rl.policy import resolve_model
 from mxrl.rl.rewards import text_of
 from mxrl.rl.rollout import (
-    NEUTRAL,
     decode_gap,
     left_pad,
-    positions,
-    refuse_biased_sampling,
-    sample,
     seeded,
     takes_positions,
 )
@@ -61,118 +63,11 @@ from mxrl.rl.steps import StepRecord
 
 STATE_FILE = "mxrl_state"  # in every checkpoint; written last, so a checkpoint that has it is complete
 SCORES = ("decode", "forward")
-TRL_TIS = ("sequence_mask", 3.0)  # TRL's defaults of mode and C, which a plain trl.GRPOConfig can't be told from
 DECODE_ROWS = 32  # sequences of a rollout that the monitor scores again by a full pass
-
-# --- configuration ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class GRPOConfig(TrlConfig):
-    """trl.GRPOConfig with token-level truncated importance sampling at C = 2 as the default."""
-
-    vllm_importance_sampling_mode: str = field(default="token_truncate")
-    vllm_importance_sampling_clip_max: float | None = field(default=2.0)
-
-
-class UnsupportedError(ValueError):
-    """A setting of TRL's under which the quantized rollout would be bypassed or biased."""
-
-
-def _pin(args: Any, extra: dict[str, Any]) -> None:
-    """Refuse what bypasses the quantized rollout or biases it; pin TIS where the config has only TRL's defaults."""
-    refuse_biased_sampling({name: getattr(args, name, None) for name in NEUTRAL}, "GRPOConfig")
-    refuse_biased_sampling(args.generation_kwargs or {}, "GRPOConfig.generation_kwargs")
-    for name in ("use_vllm", "use_transformers_continuous_batching"):
-        if getattr(args, name):
-            raise UnsupportedError(f"GRPOConfig {name}=True would bypass the quantized rollout; leave it off")
-    for name in ("rollout_func", "tools", "environment_factory"):
-        if extra.get(name):
-            raise UnsupportedError(f"GRPOTrainer {name}: only single-turn rollouts are quantized; leave it out")
-    if not isinstance(args, GRPOConfig) and TRL_TIS == (
-        args.vllm_importance_sampling_mode,
-        args.vllm_importance_sampling_clip_max,
-    ):
-        args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max = "token_truncate", 2.0
 
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient is NaN or infinite; the message says at which step and what was measured there."""
-
-
-class EpochRepeatSampler(RepeatSampler):
-    """TRL's sampler, but each epoch's order is a function of (seed, epoch), so that a resumed epoch is the same one."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            self.generator.manual_seed((self.seed or 0) + self.epoch)
-        return super().__iter__()
-
-
-def derived_seed(*parts: object) -> int:
-    """63 bits from any values, the same in every process and run."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-# --- the rollout -----------------------------------------------------------------------------------------------------
-
-
-class QuantizedRollout:
-    """What TRL takes for vLLM: draws AQN's noise when the weights are synchronized, then samples from the policy."""
-
-    def __init__(self, trainer: GRPOTrainer):
-        self.trainer = trainer
-        self.rollout = -1  # t of AQN's schedule: the number of training syncs before this one
-        self.synced_step = -1  # global step of the last training sync
-
-    def sync_weights(self) -> None:
-        """TRL calls it once before the first generation of each new global step."""
-        if self.trainer.model.training:
-            self.rollout += 1
-            self.synced_step = self.trainer.state.global_step
-
-    def noise(self) -> Noise | None:
-        total = self.trainer.total_rollouts
-        return aqn_noise(self.trainer.recipe, self.trainer.args.seed, min(self.rollout, total - 1), total)
-
-    def generate(
-        self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None
-    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """(prompts, completion ids, [[[log-probability] a token] a sequence], None), as vLLM's wrapper returns it.
-
-        prompts hold each prompt num_generations times. In evaluation there is no noise, and no rollout is counted.
-        """
-        if images is not None:
-            raise UnsupportedError("GRPOTrainer: rollouts with images are not supported")
-        trainer = self.trainer
-        training = trainer.model.training
-        with trainer.record.phase("rollout"), profiler or nullcontext():
-            with trainer.rollout_policy(self.noise() if training else None) as (model, report):
-                rollout = sample(
-                    model,
-                    prompts,
-                    max_new_tokens=trainer.max_completion_length,
-                    eos_token_id=trainer.eos_token_ids,
-                    pad_token_id=trainer._tokenizer.pad_token_id,
-                    temperature=trainer.temperature,
-                    batch_size=trainer.rollout_batch_size,
-                )
-                logps = rollout.logps
-                if trainer.score == "forward":
-                    logps = trainer._score_as_training(rollout.inputs(), rollout.completion_ids.shape[1])
-                if training:
-                    trainer._rollout_drawn(model, rollout, report)
-        if not training:
-            trainer._last_loaded_step = self.synced_step  # an evaluation must not use up this step's sync
-        lengths = rollout.completion_mask.sum(1).tolist()
-        nested = [[[lp] for lp in row[:n]] for row, n in zip(logps.tolist(), lengths, strict=True)]
-        return prompts, rollout.completions(), nested, None
 
 
 class GRPOTrainer(TrlTrainer):
@@ -198,6 +93,8 @@ class GRPOTrainer(TrlTrainer):
     args: Any
     train_dataset: Any
     accelerator: Any
+    _blocks: ExitStack | None = None  # what a run enters and leaves at its end
+    _shared: Any = None  # the SharedWeights of a run, from its first training step on
     num_generations: Any
     num_generations_eval: Any
     _tokenizer: Any
@@ -226,7 +123,7 @@ class GRPOTrainer(TrlTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = GRPOConfig(f"{name.split('/')[-1]}-GRPO")
-        _pin(args, kwargs)
+        pin(args, kwargs)
         args.logging_nan_inf_filter = False  # it would replace a NaN loss by an average; ours stops
         self.recipe = Recipe.parse(recipe)
         self.score, self.answer_of, self.contexts = score, answer_of, contexts
@@ -237,9 +134,9 @@ class GRPOTrainer(TrlTrainer):
         self.conversion = mxrl.convert(model, self.recipe)
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if args.cast_lm_head_to_fp32:
-            _without_autocast(self.accelerator.unwrap_model(self.model).get_output_embeddings())
+            without_autocast(self.accelerator.unwrap_model(self.model).get_output_embeddings())
         if takes_positions(self.model):
-            self.model.register_forward_pre_hook(_real_positions, with_kwargs=True)
+            self.model.register_forward_pre_hook(real_positions, with_kwargs=True)
         self.vllm_generation = QuantizedRollout(self)
         self._last_loaded_step = -1
         self.use_vllm = True  # from here on, TRL's importance sampling is on
@@ -409,7 +306,20 @@ class GRPOTrainer(TrlTrainer):
 
     # --- training, logging ---
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; a step's quantized weights are computed once for its rollout, micro-batches and backward passes."""
+        with ExitStack() as self._blocks:
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                self._shared = self._blocks = None
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if (
+            self._shared is None and self._blocks is not None
+        ):  # only now has accelerate wrapped the model, which FSDP2 needs
+            model = self.accelerator.unwrap_model(self.model_wrapped)
+            self._shared = self._blocks.enter_context(shared_weights(model))
         with self.record.phase("update"):  # less the phases inside it: rollout, reward, score, monitor
             loss = super().training_step(*args, **kwargs)
         if not bool(torch.isfinite(loss).all()):
@@ -469,25 +379,6 @@ class GRPOTrainer(TrlTrainer):
         self._last_loaded_step, self._step = state["synced_step"], state["step"]
         self.record.rollout, self.record.carried = state["own"], state["carried"]
         self._buffered_inputs = state["buffered"]
-
-
-def _real_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Count positions from the first real token in TRL's scoring passes, as decoding does; TRL counts padding too."""
-    mask = kwargs.get("attention_mask")
-    if not kwargs.get("fused_lm_head") or mask is None or kwargs.get("position_ids") is not None:
-        return None
-    return args, {**kwargs, "position_ids": positions(mask)}
-
-
-def _without_autocast(head: nn.Module) -> None:
-    """TRL's float32 head runs under autocast while decoding, and in bf16 therefore; in training it doesn't."""
-    forward = head.forward
-
-    def plain(hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return forward(hidden)
-
-    head.forward = plain  # type: ignore[method-assign]
 
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
