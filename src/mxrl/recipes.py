@@ -62,6 +62,7 @@ class Recipe:
     macro: int = MACRO
     backward: str = "quantized"  # or "master": dY·W and dYᵀ·X
     quantize_grad: bool = False  # dY in the base format too, along each GEMM's own contraction axis
+    pack_saved: bool = False  # quantized activations kept for backward as codes and scales; same numbers, fewer bytes
     aqn_placement: str = "before"  # noise before quantization, or "after"
     aqn_target: str = "weight"  # or "norm": QeRL's placement on the RMSNorm weights (arXiv 2510.11696)
     aqn_relative: bool = True  # σ relative to the RMS of the weight matrix, or absolute
@@ -81,8 +82,12 @@ class Recipe:
         if self.base != "mxfp4" and (self.mbs is not None or self.of is not None):
             part = "mbs" if self.mbs is not None else "of"
             raise RecipeError(f"recipe '{self.base}+{part}': {part} corrects mxfp4 bases only; use mxfp4+{part}")
-        if self.base == "bf16" and (self.activations != "a4" or self.quantize_grad):
-            raise RecipeError("recipe 'bf16': nothing is quantized, so w4a16, w4a8 and quantize_grad have no meaning")
+        if self.base == "bf16" and (self.activations != "a4" or self.quantize_grad or self.pack_saved):
+            raise RecipeError(
+                "recipe 'bf16': nothing is quantized, so w4a16, w4a8, quantize_grad and pack_saved have no meaning"
+            )
+        if self.pack_saved:
+            self._check_pack_saved()
         if self.mbs == "joint" and self.rule != "ceil":
             raise RecipeError(f"recipe 'mxfp4:{self.rule}+mbs:joint': joint is for the ceil rule; use mxfp4+mbs:joint")
         if self.of is not None and not 0 <= self.of <= 1:
@@ -93,6 +98,16 @@ class Recipe:
             raise RecipeError("recipe: aqn anneals geometrically, so σ_start and σ_end are both zero or both positive")
         if self.macro < MXFP4.block or self.macro % MXFP4.block:
             raise RecipeError(f"recipe: macro={self.macro} must be a positive multiple of {MXFP4.block}")
+
+    def _check_pack_saved(self) -> None:
+        """The backward pass must need the quantized activation, and that must have a packed form."""
+        if self.activations == "a16":
+            raise RecipeError("recipe: pack_saved packs quantized activations, and w4a16 leaves them in 16 bits")
+        if self.backward == "master" or self.quantize_grad:
+            part = "backward=master" if self.backward == "master" else "quantize_grad=True"
+            raise RecipeError(f"recipe: pack_saved packs quantized activations, and {part} saves the unquantized ones")
+        if self.activations == "a4" and self.rule == "ideal":
+            raise RecipeError("recipe 'mxfp4:ideal': its unrounded scale has no packed form; leave out pack_saved=True")
 
     @property
     def format(self) -> BlockFormat | None:
@@ -170,7 +185,7 @@ class Recipe:
         return out
 
 
-_KEYS = ("macro", "backward", "quantize_grad", "aqn_placement", "aqn_target", "aqn_relative", "skip")
+_KEYS = ("macro", "backward", "quantize_grad", "pack_saved", "aqn_placement", "aqn_target", "aqn_relative", "skip")
 _PARTS = ("mbs", "of", "aqn", "w4a4", "w4a8", "w4a16")
 
 
@@ -207,7 +222,7 @@ def _parse_value(key: str, value: str, text: str) -> Any:
         if not re.fullmatch(r"\d+", value):
             raise RecipeError(f"recipe '{text}': macro takes a whole number, got '{value}'")
         return int(value)
-    if key in ("quantize_grad", "aqn_relative"):
+    if key in ("quantize_grad", "pack_saved", "aqn_relative"):
         return _pick(value, ("True", "False"), f"value of {key}", text) == "True"
     if key == "skip":
         return tuple(value.split(","))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mxrl
-from mxrl.nn import RolloutError, aqn_noise, quantized_layers, rollout_weights
+from mxrl.nn import RolloutError, aqn_noise, quantized_layers, rollout_weights, shared_weights
 from mxrl.nn.layers import full_tensor
 
 RANKS = 2
@@ -23,6 +24,7 @@ FAMILIES = ("qwen3", "gpt_oss")
 RECIPE = "mxfp4+mbs+of+aqn"
 NORM_RECIPE = "mxfp4+aqn+aqn_target=norm"
 BATCH = tokens(batch=4, length=8)
+SHARED = [("shared", "qwen3", False), ("shared.bf16", "qwen3_moe", True)]
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 
@@ -62,6 +64,34 @@ def measure(model: nn.Module, t: Tensor) -> dict[str, Any]:
     return out
 
 
+def train(model: nn.Module, t: Tensor, share: bool) -> dict[str, Any]:
+    """Two steps of two micro-batches, then writes beside the optimizer; with Q(w) shared inside, or not."""
+    out: dict[str, Any] = {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with shared_weights(model) if share else nullcontext() as shared:
+        for step in range(2):
+            optimizer.zero_grad()
+            with torch.no_grad(), rollout_weights(model, dtype=torch.bfloat16 if model.mixed else None):
+                out[f"rollout {step}"] = model(t).logits
+            for micro_batch in t.chunk(2):
+                loss_of(model, micro_batch).backward()
+            out |= {f"{step} {name}": full_tensor(p.grad).clone() for name, p in model.named_parameters()}
+            optimizer.step()
+        count = sum(len(layer.weights) for layer in quantized_layers(model))
+        if shared is not None:
+            # a rollout, two micro-batches: FSDP2 gathers w for each, Q(w) is computed for the first
+            assert (shared.computed, shared.reused) == (2 * count, 2 * 2 * count)
+        with torch.no_grad():
+            out["stepped"] = model(t).logits
+            for name, p in model.named_parameters():
+                if "k_proj" in name or "down_proj" in name:
+                    p.mul_(1.5)  # the shard; what FSDP2 gathered counts no version for it
+            out["written"] = model(t).logits
+        if shared is not None:
+            assert 3 * count < shared.computed < 4 * count
+    return out
+
+
 def logits_of(model: nn.Module, t: Tensor) -> Tensor:
     """One forward pass for each rank's share, as the GEMMs of other sizes may sum in another order."""
     return torch.cat([model(part).logits for part in t.split(len(BATCH) // RANKS)])
@@ -95,6 +125,16 @@ def worker(rank: int, port: int, folder: str) -> None:
             with rollout_weights(model, dtype=torch.bfloat16):
                 in_rollout = model(part).logits
         torch.save({"logits": logits, "rollout": in_rollout}, Path(folder) / f"{family}.bf16.{rank}.pt")
+
+    for name, family, mixed in SHARED:
+        for share in (False, True):
+            model = build(family)
+            options = {"mp_policy": policy} if mixed else {}
+            for block in model.model.layers:
+                fully_shard(block, mesh=mesh, **options)
+            fully_shard(model, mesh=mesh, **options)
+            model.mixed = mixed
+            torch.save(train(model, part, share), Path(folder) / f"{name}.{share}.{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -135,3 +175,12 @@ def test_gathered_in_bf16_equals_a_bf16_model(family, folder):
     for rank, logits in zip(ranks, expected, strict=True):
         assert rank["logits"].dtype == torch.bfloat16
         assert torch.equal(rank["logits"], logits) and torch.equal(rank["rollout"], logits)
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in SHARED])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_shared_weights_are_never_stale(name, rank, folder):
+    alone, shared = (torch.load(folder / f"{name}.{share}.{rank}.pt") for share in (False, True))
+    assert alone.keys() == shared.keys() and len(alone) > 40
+    assert all(torch.equal(shared[what], value) for what, value in alone.items())
+    assert not torch.equal(alone["stepped"], alone["written"])

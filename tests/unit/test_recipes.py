@@ -56,6 +56,15 @@ def test_keys():
     assert Recipe.parse(str(r)) == r
 
 
+def test_pack_saved():
+    r = Recipe.parse("mxfp4+mbs+of+pack_saved=True")
+    assert r.pack_saved and str(r) == "mxfp4+mbs+of+pack_saved=True" and Recipe.parse(str(r)) == r
+    assert not Recipe.parse("mxfp4").pack_saved and not r.operand.pack_saved
+    assert Recipe.parse("mxfp4:ideal+w4a8+pack_saved=True").pack_saved  # the activation is MXFP8
+    for base in ("nvfp4", "nvfp4:4over6", "mxfp8", "mxfp4:e8m3", "mxfp4:even+of:1"):
+        assert Recipe.parse(f"{base}+pack_saved=True").pack_saved
+
+
 unit = st.floats(0, 1)
 positive = st.floats(1e-6, 10)
 
@@ -132,6 +141,12 @@ def test_every_recipe_round_trips(recipe):
         ("bf16+mbs", r"mbs corrects mxfp4"),
         ("bf16+of", r"of corrects mxfp4"),
         ("bf16+w4a16", r"nothing is quantized"),
+        ("bf16+pack_saved=True", r"nothing is quantized.*pack_saved"),
+        ("mxfp4+pack_saved=1", r"1.*True, False"),
+        ("mxfp4:ideal+pack_saved=True", r"no packed form; leave out pack_saved"),
+        ("mxfp4+w4a16+pack_saved=True", r"w4a16 leaves them in 16 bits"),
+        ("mxfp4+backward=master+pack_saved=True", r"backward=master saves the unquantized"),
+        ("mxfp4+quantize_grad=True+pack_saved=True", r"quantize_grad=True saves the unquantized"),
         ("mxfp4:floor+mbs:joint", r"joint is for the ceil rule"),
     ],
 )

@@ -1,13 +1,16 @@
 """Quantized layers that train: `convert` a model, `rollout_weights` while it generates.
 
-Read linear.py first (the layer and its gradients), then experts.py (MoE), convert.py, weights.py (rollouts and AQN).
+Read linear.py first (the layer and its gradients), then activations.py (what layers share), grouped.py and experts.py
+(MoE), convert.py, weights.py (shared by a step, held by a rollout, AQN), saved.py (bytes kept for backward).
 """
 
+from mxrl.nn.activations import forget_activations, share_activations
 from mxrl.nn.convert import ConversionReport, ConvertError, convert
 from mxrl.nn.layers import canonical_name, master_matrices, quantized_layers
 from mxrl.nn.linear import QuantizedLinear, quantized_linear
 from mxrl.nn.operands import Operands, RolloutError
-from mxrl.nn.weights import AqnNoise, RolloutReport, aqn_noise, rollout_weights
+from mxrl.nn.saved import SavedBytes, saved_bytes
+from mxrl.nn.weights import AqnNoise, RolloutReport, SharedWeights, aqn_noise, rollout_weights, shared_weights
 
 __all__ = [
     "AqnNoise",
@@ -17,11 +20,17 @@ __all__ = [
     "QuantizedLinear",
     "RolloutError",
     "RolloutReport",
+    "SavedBytes",
+    "SharedWeights",
     "aqn_noise",
     "canonical_name",
     "convert",
+    "forget_activations",
     "master_matrices",
     "quantized_layers",
     "quantized_linear",
     "rollout_weights",
+    "saved_bytes",
+    "share_activations",
+    "shared_weights",
 ]

@@ -95,8 +95,10 @@ def convert(model: nn.Module, recipe: Recipe | str, *, skip: Iterable[str] = ())
     """
     recipe = Recipe.parse(recipe)
     patterns = (*recipe.skip, *skip)
-    if any(layer.holds for layer in quantized_layers(model)):
-        raise ConvertError("convert: the model is inside rollout_weights; leave that block first")
+    for layer in quantized_layers(model):
+        if layer.holds or any(map(layer.shared, layer.weights)):
+            block = "rollout_weights" if layer.holds else "shared_weights"
+            raise ConvertError(f"convert: the model is inside {block}; leave that block first")
     plan, left, skipped = _plan(model, patterns)
     if not plan:
         kinds = sorted({type(m).__name__ for m in model.modules() if any(True for _ in m.parameters(recurse=False))})

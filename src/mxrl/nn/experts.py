@@ -8,7 +8,8 @@ experts module that carries the decorator `use_experts_implementation` looks its
 in its config. Ours quantizes the token states once (before they are sent to the experts), the weights along their
 contraction axis, and the input of the down projection; routing weights and biases are left alone.
 
-Each expert's two GEMMs are linear.py's, one expert after another: one definition of the gradients for every layer.
+Each projection is one grouped GEMM over all experts (grouped.py), with linear.py's gradients. Nothing waits for the
+device, so that a CUDA graph can hold the layer, and nothing depends on the data but values, so that torch.compile can.
 E experts, A experts a token, S = T · A token-expert pairs sorted by expert, H hidden size, I intermediate size.
 """
 
@@ -21,8 +22,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from mxrl.nn.linear import straight_through
-from mxrl.nn.operands import HeldWeight, Operands, compute_dtype, quantize_operand
+from mxrl.nn.activations import Activation, quantize_activation
+from mxrl.nn.grouped import Reorder, Route, grouped_mm, route, straight_through_experts
+from mxrl.nn.operands import HeldWeight, Operands, SharedWeight, compute_dtype, quantize_operand
 
 try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
@@ -40,6 +42,7 @@ class ExpertsState:
 
     operands: Operands
     held: dict[str, HeldWeight] = field(default_factory=dict)  # by parameter name, during a rollout
+    shared: dict[str, SharedWeight] = field(default_factory=dict)  # likewise, inside shared_weights
 
 
 def state_of(module: Experts) -> ExpertsState | None:
@@ -92,24 +95,43 @@ def quantize_weight(module: Experts, name: str, weight_E: Tensor, operands: Oper
     return torch.cat(parts).view(weight_E.shape)
 
 
-def _project(module: Experts, name: str, x_SK: Tensor, operands: Operands, counts: list[int], xq: Tensor) -> Tensor:
-    """One projection of every expert: rows of x_SK are sorted by expert, `counts[e]` of them belong to expert e."""
-    held = module.mxrl_state.held.get(name)
-    if held is not None and not torch.is_grad_enabled():  # decoding: the master weight isn't even cast
-        weight = weight_q = held.get(x_SK.dtype)
+def _project(
+    module: Experts, state: ExpertsState, name: str, x: Tensor, activation: Activation, where: Route, active: int
+) -> Tensor:
+    """One projection of every expert, [S, O]: of x [T, K] with `active` experts a token, or of sorted rows (0)."""
+    operands, dtype = state.operands, activation.value.dtype
+    weight: Tensor = getattr(module, name)
+    bias_EO: Tensor | None = getattr(module, f"{name}_bias") if module.has_bias else None
+    held = state.held.get(name)
+    if held is not None:
+        weight_q = held.get(dtype)
+        if not torch.is_grad_enabled():  # decoding
+            rows = activation.value[where.order_S // active] if active else activation.value
+            bias_EO = None if bias_EO is None else bias_EO.to(dtype)
+            weight_EKO = weight_q if module.is_transposed else weight_q.mT
+            return grouped_mm(rows, weight_EKO, bias_EO, where.expert_S, where.ends_E)
+    elif operands.weight is None and weight.dtype == dtype:
+        weight_q = weight
     else:
-        weight = getattr(module, name).to(x_SK.dtype)
-        weight_q = quantize_weight(module, name, weight, operands) if held is None else held.get(x_SK.dtype)
-    bias = getattr(module, f"{name}_bias").to(x_SK.dtype).unbind(0) if module.has_bias else [None] * len(counts)
-    if module.is_transposed:
-        weight, weight_q = weight.mT, weight_q.mT
-    w_EOK, wq_EOK = weight.unbind(0), weight_q.unbind(0)  # unbind: one stack in backward, zeros for idle experts
-    rows = zip(x_SK.split(counts), xq.split(counts), strict=True)
-    busy = [(e, x, q) for e, (x, q) in enumerate(rows) if counts[e] or (e == 0 and not x_SK.shape[0])]
-    return torch.cat([straight_through(x, w_EOK[e], bias[e], q, wq_EOK[e], operands) for e, x, q in busy])
+        shared = None if torch.compiler.is_compiling() else state.shared.get(name)
+
+        def quantize() -> Tensor:
+            return quantize_weight(module, name, weight.detach().to(dtype), operands)
+
+        weight_q = quantize() if shared is None else shared.get(weight, dtype, operands, quantize)
+    return straight_through_experts(
+        x,
+        weight,
+        bias_EO,
+        activation,
+        weight_q,
+        where,
+        active=active,
+        transposed=module.is_transposed,
+        operands=operands,
+    )
 
 
-@torch.compiler.disable  # how many tokens an expert gets is data: one clean graph break instead of many
 def quantized_experts_forward(
     self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -122,24 +144,18 @@ def quantized_experts_forward(
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     operands = state.operands
     tokens, active = top_k_index.shape
-    # Experts that live on another rank (expert parallelism) have index E and routing weight 0, as in transformers.
-    expert_S, order_S = top_k_index.reshape(-1).clamp(0, self.num_experts - 1).sort(stable=True)
-    counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
-    token_S = order_S // active
-
-    x_TH = hidden_states.to(compute_dtype(hidden_states))
-    xq_TH = quantize_operand(x_TH, operands.activation)
+    dtype = compute_dtype(hidden_states)
+    where = route(top_k_index, self.num_experts)
     first, second = weight_names(self)
-    x_SH = x_TH[token_S]
-    hidden = _project(self, first, x_SH, operands, counts, x_SH if xq_TH is x_TH else xq_TH[token_S])
-    inner_SI = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-    inner_q = quantize_operand(inner_SI, operands.activation)
-    y_SH = _project(self, second, inner_SI, operands, counts, inner_q)
 
-    y_SH = y_SH * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
+    x_q = quantize_activation(hidden_states, operands, dtype)
+    hidden = _project(self, state, first, hidden_states, x_q, where, active)
+    inner_SI = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+    y_SH = _project(self, state, second, inner_SI, quantize_activation(inner_SI, operands, dtype), where, 0)
+
     # Back to token order, and a sum over the A experts of a token: no atomics, so the same bits every time.
-    y_SH = y_SH[torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))]
-    return y_SH.view(tokens, active, y_SH.shape[-1]).sum(dim=1).to(hidden_states.dtype)
+    y_TAH = Reorder.apply(y_SH, where.place_S, where.order_S).view(tokens, active, y_SH.shape[-1])
+    return (y_TAH * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, quantized_experts_forward)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from mxrl.nn import experts
 from mxrl.nn.linear import QuantizedLinear
-from mxrl.nn.operands import HeldWeight, Operands, quantize_operand
+from mxrl.nn.operands import HeldWeight, Operands, SharedWeight, quantize_operand
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
@@ -81,6 +81,20 @@ class QuantizedLayer:
             self.module.held = None
         else:
             self.module.mxrl_state.held.clear()
+
+    # --- the weights that the micro-batches of a step share ---
+
+    def shared(self, attribute: str) -> SharedWeight | None:
+        return self.module.shared if self.is_linear else self.module.mxrl_state.shared.get(attribute)
+
+    def share(self, attribute: str, weight: SharedWeight | None) -> None:
+        """Let the forward pass keep Q of `attribute` in `weight`; None: compute it every time."""
+        if self.is_linear:
+            self.module.shared = weight
+        elif weight is None:
+            self.module.mxrl_state.shared.pop(attribute, None)
+        else:
+            self.module.mxrl_state.shared[attribute] = weight
 
 
 def quantized_layers(model: nn.Module) -> Iterator[QuantizedLayer]:

@@ -10,6 +10,9 @@ along the contraction axis of the GEMM that it enters (see operands.py).
 
 A weight kept in float32 is cast to the compute dtype *before* it is quantized: training and rollout quantize the same
 numbers. Accumulation is whatever the GEMM has (float32 for bf16 inputs). Shape letters: T tokens, K inputs, O outputs.
+
+Computed once: Q(x) for the layers that share an input (activations.py), Q(w) for the micro-batches of a step
+(`shared_weights`). What is kept for backward is Q(x), packed if the recipe says so, and Q(w).
 """
 
 from __future__ import annotations
@@ -21,14 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mxrl.nn.operands import HeldWeight, Operands, compute_dtype, quantize_operand
+from mxrl.nn.activations import Activation, quantize_activation, unpack
+from mxrl.nn.operands import HeldWeight, Operands, SharedWeight, compute_dtype, quantize_operand
 from mxrl.recipes import Recipe
 
 
 class StraightThroughLinear(torch.autograd.Function):
     """`F.linear(xq, wq, bias)` whose gradients go to `x` and `w`, as if quantization were the identity.
 
-    An operand that isn't quantized is given as None (torch.compile refuses the same tensor twice).
+    x, w and bias may be wider than the compute dtype; their gradients are cast back. An operand that isn't quantized is
+    given as None (torch.compile refuses the same tensor twice), a packed xq as its parts besides.
     """
 
     @staticmethod
@@ -40,57 +45,91 @@ class StraightThroughLinear(torch.autograd.Function):
         xq: Tensor | None,
         wq_OK: Tensor | None,
         operands: Operands,
+        dtype: torch.dtype,
+        *packed: Tensor,
     ) -> Tensor:
-        xq = x if xq is None else xq
-        wq_OK = w_OK if wq_OK is None else wq_OK
-        ctx.save_for_backward(*((x, w_OK) if operands.saves_master else (xq, wq_OK)))
-        ctx.operands = operands
-        return F.linear(xq, wq_OK, bias_O)
+        xq = x.to(dtype) if xq is None else xq
+        wq_OK = w_OK.to(dtype) if wq_OK is None else wq_OK
+        if operands.saves_master:
+            ctx.save_for_backward(x.to(dtype), w_OK.to(dtype))
+        else:
+            ctx.save_for_backward(*(packed or (xq,)), wq_OK)
+        ctx.operands, ctx.dtype, ctx.shape, ctx.packed = operands, dtype, x.shape, len(packed)
+        ctx.dtypes = x.dtype, w_OK.dtype, None if bias_O is None else bias_O.dtype
+        return F.linear(xq, wq_OK, None if bias_O is None else bias_O.to(dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w_OK = ctx.saved_tensors
+        *x_parts, w_OK = ctx.saved_tensors
         operands: Operands = ctx.operands
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        x_TK, dy_TO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        dy_TO = dy.reshape(-1, dy.shape[-1])
         dx = dw_OK = db_O = None
         if needs_x:
             w_used = quantize_operand(w_OK, operands.weight, 0) if operands.requantizes else w_OK
-            dx = (quantize_operand(dy_TO, operands.grad, 1) @ w_used).view(x.shape)
+            dx = (quantize_operand(dy_TO, operands.grad, 1) @ w_used).view(ctx.shape).to(x_dtype)
         if needs_w:
+            x = saved_activation(x_parts, ctx)
+            x_TK = x.reshape(-1, x.shape[-1])
             x_used = quantize_operand(x_TK, operands.activation, 0) if operands.requantizes else x_TK
-            dw_OK = quantize_operand(dy_TO, operands.grad, 0).t() @ x_used
+            dw_OK = (quantize_operand(dy_TO, operands.grad, 0).t() @ x_used).to(w_dtype)
         if needs_bias:
-            db_O = dy_TO.sum(0)
-        return dx, dw_OK, db_O, None, None, None
+            db_O = dy_TO.sum(0).to(bias_dtype)
+        return dx, dw_OK, db_O, *(None for _ in range(4 + ctx.packed))
+
+
+def saved_activation(parts: list[Tensor], ctx: Any) -> Tensor:
+    """The activation that a forward pass saved: itself, or dequantized from its packed parts."""
+    return unpack(parts, ctx.operands.activation, ctx.shape, ctx.dtype) if ctx.packed else parts[0]
 
 
 def quantized_linear(
-    x: Tensor, weight_OK: Tensor, bias_O: Tensor | None, operands: Operands, held: HeldWeight | None = None
+    x: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None,
+    operands: Operands,
+    held: HeldWeight | None = None,
+    shared: SharedWeight | None = None,
 ) -> Tensor:
     """Q(x) · Q(weight)ᵀ + bias with straight-through gradients.
 
     x [..., K] and weight [O, K] of any float dtypes; the result [..., O] is in the compute dtype (autocast's,
-    else x's). Gradients come back in each argument's own dtype. `held` stands in for Q(weight) during a rollout.
+    else x's). Gradients come back in each argument's own dtype. `held` stands in for Q(weight) during a rollout;
+    `shared` keeps it for the other uses of the same weight.
     """
     dtype = compute_dtype(x)
-    x = x.to(dtype)
-    bias_O = None if bias_O is None else bias_O.to(dtype)
-    xq = quantize_operand(x, operands.activation)
-    if held is not None and not torch.is_grad_enabled():
-        return F.linear(xq, held.get(dtype), bias_O)  # decoding: the master weight isn't even cast
-    w_OK = weight_OK.to(dtype)
-    wq_OK = quantize_operand(w_OK, operands.weight) if held is None else held.get(dtype)
-    return straight_through(x, w_OK, bias_O, xq, wq_OK, operands)
+    activation = quantize_activation(x, operands, dtype)
+    if held is not None:
+        wq_OK = held.get(dtype)
+        if not torch.is_grad_enabled():  # decoding
+            return F.linear(activation.value, wq_OK, None if bias_O is None else bias_O.to(dtype))
+    elif operands.weight is None and weight_OK.dtype == dtype:
+        wq_OK = weight_OK
+    else:
+
+        def quantize() -> Tensor:
+            return quantize_operand(weight_OK.detach().to(dtype), operands.weight)
+
+        wq_OK = quantize() if shared is None else shared.get(weight_OK, dtype, operands, quantize)
+    return straight_through(x, weight_OK, bias_O, activation, wq_OK, operands, dtype)
 
 
 def straight_through(
-    x: Tensor, w_OK: Tensor, bias_O: Tensor | None, xq: Tensor, wq_OK: Tensor, operands: Operands
+    x: Tensor,
+    w_OK: Tensor,
+    bias_O: Tensor | None,
+    activation: Activation,
+    wq_OK: Tensor,
+    operands: Operands,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """xq · wqᵀ + bias, differentiated with respect to x, w and bias as `operands` says. All of one dtype."""
-    xq_or_none, wq_or_none = None if xq is x else xq, None if wq_OK is w_OK else wq_OK
-    return StraightThroughLinear.apply(x, w_OK, bias_O, xq_or_none, wq_or_none, operands)
+    """xq · wqᵀ + bias in `dtype`, differentiated with respect to x, w and bias as `operands` says."""
+    xq = None if activation.value is x else activation.value
+    wq_or_none = None if wq_OK is w_OK else wq_OK
+    packed = activation.packed or ()
+    return StraightThroughLinear.apply(x, w_OK, bias_O, xq, wq_or_none, operands, dtype, *packed)
 
 
 class QuantizedLinear(nn.Linear):
@@ -102,6 +141,7 @@ class QuantizedLinear(nn.Linear):
 
     operands: Operands | None
     held: HeldWeight | None = None  # set by rollout_weights; no buffer, so it is in no state dict
+    shared: SharedWeight | None = None  # set by shared_weights; likewise
 
     def __init__(self, *args: Any, recipe: Recipe | str = "mxfp4", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,7 +154,8 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self.operands is None:
             return super().forward(input)
-        return quantized_linear(input, self.weight, self.bias, self.operands, self.held)
+        shared = None if torch.compiler.is_compiling() else self.shared
+        return quantized_linear(input, self.weight, self.bias, self.operands, self.held, shared)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe}"

@@ -1,4 +1,4 @@
-"""Which quantizer each operand of a layer's GEMMs gets, and the weight that a rollout holds.
+"""Which quantizer each operand of a layer's GEMMs gets, and the weight that a rollout holds or a step shares.
 
     forward      y_TO  = Q(x_TK) · Q(w_OK)ᵀ        blocked along K (activations' and weight's quantizer)
     grad_input   dx_TK = dy_TO · Q(w_OK)           not 4-bit unless `quantize_grad`: then both are blocked along O
@@ -10,10 +10,12 @@ T tokens, K input features (the forward contraction), O output features.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mxrl.quantize import fake_quantize
 from mxrl.recipes import Recipe
@@ -63,13 +65,17 @@ def quantize_operand(x: Tensor, recipe: Recipe | None, dim: int = -1) -> Tensor:
     """
     if recipe is None:
         return x
-    x = x.detach()
+    if x.requires_grad:
+        x = x.detach()
     return _opaque_quantize(x, str(recipe), dim) if torch.compiler.is_compiling() else fake_quantize(x, recipe, dim=dim)
+
+
+recipe_of = functools.lru_cache(maxsize=256)(Recipe.parse)  # operators take a recipe as text, at every call the same
 
 
 @torch.library.custom_op("mxrl::quantize_operand", mutates_args=())
 def _opaque_quantize(x: Tensor, recipe: str, dim: int) -> Tensor:
-    return fake_quantize(x, recipe, dim=dim).contiguous()
+    return fake_quantize(x, recipe_of(recipe), dim=dim).contiguous()
 
 
 @_opaque_quantize.register_fake
@@ -82,6 +88,17 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocast and x.dtype != torch.float64 else x.dtype
+
+
+def records_values(x: Tensor) -> bool:
+    """Whether what is computed from `x` now may be kept and used by a later call: only in plain eager execution.
+
+    Not while tracing (compilation, FakeTensorMode: there are no values), nor while a CUDA graph is captured: its
+    tensors get their values at each replay, and a graph that used a value from outside would replay with stale memory.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @dataclass(frozen=True)
@@ -112,3 +129,43 @@ class HeldWeight:
                 f"write rollout_weights(model, dtype={dtype})"
             )
         return self.value
+
+
+class SharedWeight:
+    """Q(cast(w)) of one stored parameter: computed on first use inside `shared_weights`, kept until w changes.
+
+    A value is used again only for the very parameter that was there when the block began, at the same `_version` and
+    address, for the same operands and dtype. Under FSDP2 the forward pass sees another object, the gathered parameter,
+    whose version FSDP2 hides; the version of the shard (a DTensor), which the optimizer writes to, stands for it.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.source = parameter
+        self.sharded = isinstance(parameter, DTensor)
+        self.value: Tensor | None = None
+        self.key: tuple[object, ...] = ()
+        self.computed = 0  # how often Q(w) was computed, and how often it was there already
+        self.reused = 0
+
+    def drop(self) -> None:
+        self.value, self.key = None, ()
+
+    def get(self, weight: Tensor, dtype: torch.dtype, operands: Operands, quantize: Callable[[], Tensor]) -> Tensor:
+        """The shared value, or `quantize()`; `weight` is what the layer sees as its parameter now."""
+        known = weight is self.source or (self.sharded and not isinstance(weight, DTensor))
+        if not known or not records_values(weight):
+            return quantize()
+        address = None if self.sharded else weight.data_ptr()  # `parameter.data = ...` leaves the version as it was
+        key = (self.source._version, address, dtype, operands)
+        if self.value is not None and key == self.key:
+            self.reused += 1
+            return self.value
+        self.drop()  # before computing: two of them need not be there at once
+        with torch.inference_mode(False), torch.no_grad():  # an inference tensor can't be saved for backward
+            value = quantize()
+        self.computed += 1
+        self.value, self.key = value, key
+        return value
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()  # copied and pickled as None: a copy of a model is outside the block

@@ -1,7 +1,8 @@
-"""Rollout weights: quantized once per weight update, with AQN's noise, the master weights untouched.
+"""Quantized weights that are computed once: for the micro-batches of a step, and for a rollout (with AQN's noise).
 
-A rollout decodes thousands of tokens with the same weights, so `rollout_weights` computes each converted layer's
-Q(w) once and lets the layer hold it; only activations are quantized while decoding.
+`shared_weights`: inside, each Q(w) is computed on first use and again after an optimizer step. `rollout_weights`:
+a rollout decodes thousands of tokens with the same weights, so each converted layer's Q(w) is computed on entry and the
+layer holds it; only activations are quantized while decoding. The master weights stay untouched:
 
     noise before quantization (default)   Q(cast(w + n))          rounding amplifies small noise
     noise after quantization              cast(Q(cast(w)) + n)    rounded once, not quantized again
@@ -23,10 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxrl.corrections import aqn_sigma, philox_normal
 from mxrl.nn.layers import QuantizedLayer, canonical_name, full_tensor, quantized_layers
-from mxrl.nn.operands import HeldWeight, RolloutError, compute_dtype
+from mxrl.nn.operands import HeldWeight, RolloutError, SharedWeight, compute_dtype
 from mxrl.recipes import Recipe, RecipeError
 
 Noise = Callable[[str, Tensor], Tensor]  # (canonical name, master weight [...]) -> noise, float32 [...]
@@ -87,6 +89,78 @@ class RolloutReport:
         return {"sigma": self.sigma, "effective_sigma": self.effective_sigma, "layers": self.by_layer}
 
 
+# --- shared by the micro-batches of a step ---------------------------------------------------------------------------
+
+
+@dataclass
+class SharedWeights:
+    """The Q(w) that a model's layers share inside `shared_weights`."""
+
+    weights: list[SharedWeight]
+
+    @property
+    def computed(self) -> int:
+        """How many times a Q(w) was computed inside the block."""
+        return sum(weight.computed for weight in self.weights)
+
+    @property
+    def reused(self) -> int:
+        """How many times a Q(w) was there already."""
+        return sum(weight.reused for weight in self.weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the shared Q(w) take now."""
+        return sum(w.value.nbytes for w in self.weights if w.value is not None)
+
+    def drop(self) -> None:
+        """Forget every Q(w): after a write that no version counter sees (`parameter.data.add_(...)`)."""
+        for weight in self.weights:
+            weight.drop()
+
+
+@contextmanager
+def shared_weights(model: nn.Module) -> Iterator[SharedWeights]:
+    """While the block runs, every converted layer computes Q(cast(w)) once and again only when w has changed.
+
+    Micro-batches, checkpoint recomputation, backward passes and rollouts without noise use that one tensor (bf16: 2
+    bytes a weight). It is computed anew when the parameter's `_version` or address, the compute dtype or the recipe
+    changed, and after every step of a torch optimizer, whose fused kernels don't count versions (frozen parameters
+    excepted). Under FSDP2, enter after `fully_shard` and let the parameters be the same objects till the end; every
+    rank keeps the full Q(w). On exit everything is dropped.
+    Writes in place through `.data` (PEFT's merge_adapter) are seen by nobody: call `drop()` after them.
+    Parameters that came after the block began, torch.compile and CUDA graph capture compute Q(w) at every forward pass.
+    Inside another block for the same layers it does nothing. Raises RolloutError without converted layers.
+    """
+    layers = list(quantized_layers(model))
+    if not layers:
+        raise RolloutError(f"shared_weights: {type(model).__name__} has no converted layer; call mxrl.convert first")
+    reshard(model)
+    mine = [(layer, name) for layer in layers for name in layer.weights if layer.shared(name) is None]
+    shared = SharedWeights([])
+    for layer, name in mine:
+        weight = SharedWeight(layer.parameter(name))
+        layer.share(name, weight)
+        shared.weights.append(weight)
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for weight in shared.weights:
+            if weight.source.requires_grad:
+                weight.drop()
+
+    hook = register_optimizer_step_post_hook(stepped)
+    try:
+        yield shared
+    finally:
+        hook.remove()
+        for layer, name in mine:
+            layer.share(name, None)
+        shared.drop()
+
+
+# --- held by a rollout -----------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def rollout_weights(
     model: nn.Module, noise: Noise | None = None, *, dtype: torch.dtype | None = None
@@ -97,7 +171,8 @@ def rollout_weights(
         before quantization. dtype: of the forward pass; by default autocast's where it is on, else each weight's own.
     The held weights are in no state dict and are dropped at the end, and the master weights stay as they are. Under
     FSDP2 every rank enters, and holds the full quantized weights.
-    Raises RolloutError for a model without converted layers, a rollout inside a rollout, weights that change inside.
+    Raises RolloutError for a model without converted layers, a rollout inside a rollout, weights that change inside
+    (by an optimizer's step or in place; writes through `.data` are not seen).
     """
     layers = list(quantized_layers(model))
     if not layers:
@@ -109,6 +184,7 @@ def rollout_weights(
     report = RolloutReport(noise.sigma if isinstance(noise, AqnNoise) else None)
     norms: list[_NoisedNorm] = []
     held: list[HeldWeight] = []
+    hook = register_optimizer_step_post_hook(_count_versions)
     try:
         with torch.no_grad():
             if on_norms and noise is not None:
@@ -123,10 +199,16 @@ def rollout_weights(
         for weight in [*held, *(norm.held for norm in norms)]:
             weight.check()
     finally:
+        hook.remove()
         for layer in layers:
             layer.drop()
         for norm in norms:
             norm.restore()
+
+
+def _count_versions(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Fused optimizers write to parameters without counting versions; the check for changed weights needs them."""
+    torch.autograd.graph.increment_version([p for group in optimizer.param_groups for p in group["params"]])
 
 
 def reshard(model: nn.Module) -> None:
@@ -144,7 +226,13 @@ def _hold(
     master = full_tensor(parameter)
     dtype = dtype or compute_dtype(master)
     name = f"{layer.name}.{attribute}"
-    clean = layer.quantize(attribute, master.to(dtype))
+    shared = layer.shared(attribute)
+
+    def quantize() -> Tensor:
+        return layer.quantize(attribute, master.to(dtype))
+
+    plain = layer.operands.weight is None and master.dtype == dtype  # then Q(w) is w itself
+    clean = quantize() if shared is None or plain else shared.get(parameter, dtype, layer.operands, quantize)
     if noise is None:
         return HeldWeight(name, clean, parameter, parameter._version)
     after = isinstance(noise, AqnNoise) and noise.recipe.aqn_placement == "after"
