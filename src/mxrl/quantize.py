@@ -58,6 +58,33 @@ def fake_quantize(
     return result if is_view_of(out_ABK, result) else result.copy_(_from_abk(out_ABK, result.shape, dim))
 
 
+@torch.no_grad()
+def fake_quantize_noisy(
+    w: Tensor,
+    recipe: str | Recipe,
+    key: tuple[int, int, int, int],
+    std: float,
+    *,
+    dim: int = -1,
+    out: Tensor,
+    backend: str | None = None,
+) -> Tensor:
+    """out = Q(cast(float32(w) + std · z)), z the noise of `key` by flat index: AQN before quantization, in one pass.
+
+    w: one matrix, any float dtype. out: w's shape, in the compute dtype that the sum is cast to. key: of
+    `mxrl.corrections.noise_key`. Arithmetic as in `philox_normal(...) * std`, added in float32 (float64 for float64).
+    Raises ValueError for bf16 and for nvfp4, whose scale of the tensor would need a pass of its own.
+    """
+    recipe = Recipe.parse(recipe)
+    dim = check_input(w, dim, "fake_quantize_noisy")
+    if format_of(recipe).scale == "e4m3":
+        raise ValueError(f"fake_quantize_noisy: {recipe} has one scale a tensor; add the noise, then fake_quantize")
+    w_ABK, out_ABK = as_abk(w.detach().contiguous(), dim), as_abk(out, dim)
+    operation = dispatch.operation("qdq", w_ABK, recipe, backend)
+    operation.noisy_qdq(w_ABK, recipe, out_ABK, key, std, None)
+    return out if is_view_of(out_ABK, out) else out.copy_(_from_abk(out_ABK, out.shape, dim))
+
+
 def _from_abk(x_ABK: Tensor, shape: torch.Size, dim: int) -> Tensor:
     """[A, B, K] -> [..., K at dim, ...]."""
     return x_ABK.movedim(-1, 1).reshape(shape)

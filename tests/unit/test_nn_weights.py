@@ -292,3 +292,18 @@ def test_compiled_layer_uses_the_held_weight():
         inside = compiled(x)
     with torch.no_grad():
         assert torch.equal(compiled(x), model(x)) and not torch.equal(compiled(x), inside)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("recipe", ["mxfp4+aqn", "mxfp4+mbs+of+aqn+w4a16", "mxfp8+aqn"])
+def test_noise_and_quantization_in_one_pass_are_the_two_steps(family, recipe):
+    model = tiny_model(family)
+    mxrl.convert(model, recipe)
+    noise = aqn_noise(recipe, 5, 1, 3)
+    assert noise is not None
+    with rollout_weights(model, noise, dtype=torch.bfloat16) as one_report:
+        one = held_matrices(model)
+    with rollout_weights(model, lambda name, weight: noise(name, weight), dtype=torch.bfloat16) as two_report:
+        two = held_matrices(model)  # a plain callable takes the two steps
+    assert len(one) > 2 and all(torch.equal(one[name], two[name]) for name in two)
+    assert one_report.layers == two_report.layers and one_report.effective_sigma > 0

@@ -54,6 +54,11 @@ class QuantizedLayer:
     def parameter(self, attribute: str) -> nn.Parameter:
         return getattr(self.module, attribute)
 
+    @property
+    def dim(self) -> int:
+        """The contraction axis of the stored parameters and of their matrices."""
+        return -1 if self.is_linear else experts.contraction_dim(self.module)
+
     def quantize(self, attribute: str, weight: Tensor) -> Tensor:
         """Q of the stored parameter `attribute`, given its value in the compute dtype."""
         if self.is_linear:

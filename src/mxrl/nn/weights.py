@@ -26,9 +26,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mxrl.corrections import aqn_sigma, philox_normal
+from mxrl.corrections import aqn_sigma, noise_key, philox_normal
 from mxrl.nn.layers import QuantizedLayer, canonical_name, full_tensor, quantized_layers
 from mxrl.nn.operands import HeldWeight, RolloutError, SharedWeight, compute_dtype
+from mxrl.quantize import fake_quantize_noisy
 from mxrl.recipes import Recipe, RecipeError
 
 Noise = Callable[[str, Tensor], Tensor]  # (canonical name, master weight [...]) -> noise, float32 [...]
@@ -43,11 +44,18 @@ class AqnNoise:
     rollout: int
     sigma: float
 
+    def std(self, weight: Tensor) -> float:
+        return self.sigma * rms(weight) if self.recipe.aqn_relative else self.sigma
+
     def __call__(self, name: str, weight: Tensor) -> Tensor:
         """Noise of one whole matrix (or norm weight), float32 in `weight`'s shape and on its device."""
-        std = self.sigma * rms(weight) if self.recipe.aqn_relative else self.sigma
         z = philox_normal(self.seed, self.rollout, name, 0, weight.numel(), weight.device)
-        return z.view(weight.shape) * std
+        return z.view(weight.shape) * self.std(weight)
+
+    def quantized(self, name: str, weight: Tensor, recipe: Recipe, dim: int, out: Tensor) -> None:
+        """out = Q(cast(weight + noise)) in one pass: the same bits as by `__call__`."""
+        key = noise_key(self.seed, self.rollout, name)
+        fake_quantize_noisy(weight, recipe, key, self.std(weight), dim=dim, out=out)
 
 
 def aqn_noise(recipe: Recipe | str, seed: int, rollout: int, total_rollouts: int) -> AqnNoise | None:
@@ -235,16 +243,26 @@ def _hold(
     clean = quantize() if shared is None or plain else shared.get(parameter, dtype, layer.operands, quantize)
     if noise is None:
         return HeldWeight(name, clean, parameter, parameter._version)
+    recipe = layer.operands.weight
     after = isinstance(noise, AqnNoise) and noise.recipe.aqn_placement == "after"
+    fused = isinstance(noise, AqnNoise) and not after and recipe is not None and not layer.operands.tensor_scaled
     base = clean if after else master
-    noised = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
-    pairs = zip(layer.matrices(attribute, master), layer.matrices(attribute, noised), strict=True)
+    value = torch.empty_like(master, dtype=dtype) if fused else base.to(_wide(base.dtype), copy=True)
+    pairs = zip(layer.matrices(attribute, master), layer.matrices(attribute, value), strict=True)
     for (matrix_name, matrix), (_, target) in pairs:
-        target.add_(noise(f"{layer.name}.{matrix_name}", matrix))
-    noised = noised.to(dtype)
-    value = noised if after else layer.quantize(attribute, noised)
+        if isinstance(noise, AqnNoise) and fused and recipe is not None:
+            noise.quantized(f"{layer.name}.{matrix_name}", matrix, recipe, layer.dim, target)
+        else:
+            target.add_(noise(f"{layer.name}.{matrix_name}", matrix))
+    if not fused:
+        value = value.to(dtype) if after else layer.quantize(attribute, value.to(dtype))
     report.layers[name] = (_norm(value.float() - clean.float()), _norm(master))
     return HeldWeight(name, value, parameter, parameter._version)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What noise is added in."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass
@@ -256,7 +274,7 @@ class _NoisedNorm:
     @classmethod
     def apply(cls, name: str, parameter: nn.Parameter, noise: Noise, report: RolloutReport) -> _NoisedNorm:
         whole = full_tensor(parameter)
-        wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
+        wide = whole.to(_wide(whole.dtype))
         noised = (wide + noise(name, whole)).to(whole.dtype)
         original = parameter.detach().clone()
         report.layers[name] = (_norm(noised.to(wide.dtype) - wide), _norm(whole))
