@@ -2,12 +2,11 @@
 
 Legend: B sequences, P prompt tokens (left-padded), C completion tokens (right-padded), V vocabulary.
 
-    prompts ──pad──> prompt_ids [B, P] ──generate, cached decoding──> completion_ids [B, C]
-                                                └─ a logits processor records, for every token as it is drawn,
-                                                   logp [B, C], entropy [B, C] and argmax [B, C] at the temperature
+    prompts ──cached decoding──> completion_ids [B, C]
+                  └─ for every token as it is drawn: logp [B, C], entropy [B, C] and argmax [B, C] at the temperature
 
-The processor keeps the log-softmax of the last step only, and reads the token that was drawn from it at the next
-call, so nothing of size [B, C, V] exists. The same tokens can be scored again by one full forward pass (`score`), the
+`sample` decodes with our engine (engine.py), or with transformers' generate (engine_generate.py) where ours can't;
+nothing of size [B, C, V] exists in either. The same tokens can be scored again by one full forward pass (`score`), the
 way a trainer does; `decode_gap` says how far the two are apart. Under W4A4 that is not a matter of the last bit: a
 difference of one rounding in an activation moves it across a 4-bit threshold.
 
@@ -18,16 +17,23 @@ distribution that the training pass never computes, and the ratio of the two is 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from mxrl.rl import engine_generate
+from mxrl.rl.engine import Completions
+from mxrl.rl.engine import decode as slots_decode
+from mxrl.rl.engine_generate import left_pad
+from mxrl.rl.engine_generate import seeded as seeded  # for integrations/trl.py
+from mxrl.rl.engine_slots import EngineError, base_model, unsupported
 from mxrl.rl.gap import GapStats, gap_stats
+
+ENGINES = ("auto", "slots", "generate")
 
 
 class SamplingError(ValueError):
@@ -96,51 +102,6 @@ class Rollout:
         return torch.cat([self.prompt_ids, self.completion_ids], dim=1), mask
 
 
-class RecordLogProbs(LogitsProcessor):
-    """Divides by the temperature and records the log-probability of each token one call after it was scored."""
-
-    def __init__(self, temperature: float):
-        self.temperature = temperature
-        self.last: Tensor | None = None  # [B, V] log-softmax of the step whose token isn't known yet
-        self.logps: list[Tensor] = []
-        self.entropies: list[Tensor] = []
-        self.argmax: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.last is not None:
-            self.take(input_ids[:, -1])
-        scaled = scores.float() / self.temperature
-        self.last = scaled.log_softmax(-1)
-        self.entropies.append(torch.special.entr(self.last.exp()).sum(-1))
-        self.argmax.append(self.last.argmax(-1))
-        return scaled
-
-    def take(self, tokens: Tensor) -> None:
-        assert self.last is not None
-        self.logps.append(self.last.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
-
-
-def left_pad(sequences: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """(ids, mask) [B, longest] int64, padding on the left."""
-    width = max(map(len, sequences))
-    ids = torch.tensor([[pad] * (width - len(s)) + list(s) for s in sequences], device=device)
-    mask = torch.tensor([[0] * (width - len(s)) + [1] * len(s) for s in sequences], device=device)
-    return ids, mask
-
-
-@contextmanager
-def seeded(seed: int | None, device: torch.device | str) -> Iterator[None]:
-    """Draw from `seed` inside, and leave the global generators (CPU, and the device's) as they were."""
-    if seed is None:
-        yield
-        return
-    device = torch.device(device)
-    cuda = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(seed)
-        yield
-
-
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
     """eval() and no_grad inside; the training flag of every module as before afterwards."""
@@ -166,26 +127,11 @@ def positions(mask: Tensor) -> Tensor:
 
 def takes_positions(model: Any) -> bool:
     """Whether the Hugging Face model (or the one inside PEFT's) has position_ids among its inputs."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return "position_ids" in inspect.signature(type(base).forward).parameters
+    return "position_ids" in inspect.signature(type(base_model(model)).forward).parameters
 
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _generate(model: Any, ids: Tensor, mask: Tensor, config: GenerationConfig, record: RecordLogProbs) -> Tensor:
-    """model.generate under exactly this configuration: a model's own defaults (Qwen's top_k = 20, say) stay out."""
-    owners = [model] + ([model.get_base_model()] if hasattr(model, "get_base_model") else [])
-    own = [m.generation_config for m in owners]
-    for m in owners:
-        m.generation_config = config
-    try:
-        processors = LogitsProcessorList([record])
-        return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors)
-    finally:
-        for m, config in zip(owners, own, strict=True):
-            m.generation_config = config
 
 
 def sample(
@@ -199,6 +145,7 @@ def sample(
     greedy: bool = False,
     seed: int | None = None,
     batch_size: int | None = None,
+    engine: str = "auto",
 ) -> Rollout:
     """Draw one completion for each prompt with cached decoding.
 
@@ -206,63 +153,48 @@ def sample(
         this call to quantize each weight once.
     prompts: token ids, B lists of differing length. Repeat a prompt to get several completions.
     temperature: of the draw and of the recorded log-probabilities; with greedy=True of the latter only.
-    seed: the draw is a function of (weights, prompts, seed); None takes the global generator.
-    batch_size: sequences decoded together (None: all).
-    Raises ValueError on no prompts, an empty prompt, or a temperature that isn't positive.
+    seed: the draw is a function of (weights, prompts, seed, engine); None takes one from the global generator.
+    batch_size: sequences decoded together (None: all; slots, on a GPU: as many as half of its free memory holds).
+    engine: "slots" is ours (rl/engine.py): static cache, CUDA graphs, an ended row's place is given to the next prompt.
+        "generate" is transformers' own loop, batch_size prompts after batch_size prompts, for models that ours does
+        not decode (sliding windows, for one). "auto": ours where it can.
+    Raises ValueError on no prompts, an empty prompt, a temperature that isn't positive, or no room for new tokens;
+    EngineError for engine="slots" where it can't.
     """
     if not prompts or not all(prompts):
         raise ValueError("sample: every prompt needs at least one token, and there must be a prompt")
     if not temperature > 0:
         raise ValueError(f"sample: temperature={temperature} must be positive; use greedy=True for the argmax")
+    if max_new_tokens < 1:
+        raise ValueError(f"sample: max_new_tokens={max_new_tokens} must be at least 1")
     eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=not greedy,
-        temperature=1.0,  # RecordLogProbs divides
-        top_k=0,
-        top_p=1.0,
-        repetition_penalty=1.0,
-        eos_token_id=eos,
-        pad_token_id=pad_token_id,
-        use_cache=True,
-        disable_compile=True,
-    )
-    parts: list[Rollout] = []
-    size = batch_size or len(prompts)
-    with inference(model), seeded(seed, _device(model)):
-        for start in range(0, len(prompts), size):
-            ids, mask = left_pad(prompts[start : start + size], pad_token_id, _device(model))
-            record = RecordLogProbs(temperature)
-            out = _generate(model, ids, mask, config, record)[:, ids.shape[1] :]
-            record.take(out[:, -1])
-            parts.append(_finish(ids, mask, out, record, eos, pad_token_id))
-    return parts[0] if len(parts) == 1 else _concatenate(parts, pad_token_id)
+    decode = _decoder(model, engine)
+    if seed is None:
+        seed = int(torch.randint(1 << 62, ()))
+    with inference(model):
+        found = decode(
+            model,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            eos=eos,
+            pad=pad_token_id,
+            temperature=temperature,
+            greedy=greedy,
+            seed=seed,
+            slots=batch_size,
+        )
+        ids, mask = left_pad(prompts, pad_token_id, _device(model))
+    return Rollout(ids, mask, *found)
 
 
-def _finish(ids: Tensor, mask: Tensor, out: Tensor, record: RecordLogProbs, eos: list[int], pad: int) -> Rollout:
-    """Cut each completion after its first end-of-sequence token."""
-    ended = torch.isin(out, torch.tensor(eos, device=out.device))
-    alive = (ended.cumsum(1) - ended.long()) == 0  # no end strictly before this position
-    alive = alive[:, : max(int(alive.sum(1).max()), 1)]
-    width = alive.shape[1]
-    stack = [torch.stack(rows[:width], dim=1) for rows in (record.logps, record.entropies, record.argmax)]
-    logps, entropies, argmax = (t.masked_fill(~alive, 0) for t in stack)
-    return Rollout(ids, mask, out[:, :width].masked_fill(~alive, pad), alive, logps, entropies, argmax)
-
-
-def _concatenate(parts: list[Rollout], pad: int) -> Rollout:
-    prompt = max(p.prompt_ids.shape[1] for p in parts)
-    completion = max(p.completion_ids.shape[1] for p in parts)
-
-    def joined(name: str) -> Tensor:
-        left = name.startswith("prompt")
-        fill = pad if name in ("prompt_ids", "completion_ids") else 0
-        width = prompt if left else completion
-        rows = [getattr(p, name) for p in parts]
-        room = [((width - t.shape[1], 0) if left else (0, width - t.shape[1])) for t in rows]
-        return torch.cat([nn.functional.pad(t, r, value=fill) for t, r in zip(rows, room, strict=True)])
-
-    return Rollout(**{name: joined(name) for name in vars(parts[0])})
+def _decoder(model: Any, engine: str) -> Callable[..., Completions]:
+    """The function that decodes, by the engine's name."""
+    if engine not in ENGINES:
+        raise EngineError(f"sample: engine='{engine}' is unknown; possible: {', '.join(ENGINES)}")
+    reason = None if engine == "generate" else unsupported(model)
+    if engine == "slots" and reason is not None:
+        raise EngineError(f"sample: engine='slots' can't decode this model, since {reason}; take engine='generate'")
+    return engine_generate.decode if engine == "generate" or reason is not None else slots_decode
 
 
 @dataclass(frozen=True)
