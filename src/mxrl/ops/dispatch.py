@@ -62,8 +62,6 @@ def operation(
 
 @functools.lru_cache(maxsize=512)
 def _automatic(name: str, device: str, recipe: Recipe, dtype: torch.dtype) -> str:
-    if os.environ.get("MXRL_AUTO") != "1":  # TEMPORARY until the kernels are in
-        return "reference"
     chosen = next((backend for backend, own in _DEVICE.items() if own == device), "reference")
     reason = None
     if chosen != "reference":
