@@ -8,14 +8,14 @@ numbers are so short that sums of a block of 32 are *exact* in float32 (x in N i
 
 and float64 products are left for r = Q* - x and e_scale = e - r alone (24-bit numbers), and for Σ_D x². e, r, e - r are
 exact in float32: neighbours on two grids are within a factor of two (Sterbenz; the ends are equal, and rounding keeps
-order). Q* is g*·m/6 rounded once, fma(g*, h, g*·l) with h + l = m/6; products with 1/s and 6/m are snapped to 2^-16,
+order). Q*, g*·m/6 rounded once, is fl(g*·fl(m/6)) where m has 8 bits; products with 1/s and 6/m are snapped to 2^-16,
 which decides every tie of 8-bit numbers. D's count rides in Σ g²'s low bits: each element of D adds 2^-12.
 
 delta depends on the maximum's 7 mantissa bits alone: they are counted, and the logarithms taken once, on the host.
 
 All of it wants 2^-60 <= m < 2^60 (squares fit float32) or m = 0. A tile that holds another block (NaN, Inf,
 subnormals) is flagged, and `stats_triton`'s kernel takes it. One thread holds a whole block, 8 elements at a time.
-An element costs about 47 instructions (3.5 conversions to float64 and 4.8 of its arithmetic among them; the general
+An element costs about 46 instructions (3.5 conversions to float64 and 4.8 of its arithmetic among them; the general
 kernel's 56 to 65), where bf16 at full bandwidth has time for 14: that, not memory, is what bounds this kernel.
 """
 
@@ -73,7 +73,6 @@ def _add(
     s,
     inverse,
     sixth,
-    tail,
     sixth_inverse,
     edge,
     scales,
@@ -91,7 +90,7 @@ def _add(
     outside = x >= edge
     kept = tl.where(outside, x, 0.0)
     error = tl.fma(g, s, -kept)
-    rest = tl.fma(ideal, sixth, ideal * tail) - kept  # Q* - x
+    rest = ideal * sixth - kept  # Q* - x
     by_scale = (error - rest).to(tl.float64)
     dead = (x - kept).to(tl.float64)
     errors = tl.fma(error, error, errors)
@@ -112,7 +111,6 @@ def _add_8(
     s,
     inverse,
     sixth,
-    tail,
     sixth_inverse,
     edge,
     scales,
@@ -127,11 +125,9 @@ def _add_8(
     """x [N, 8] in two halves: 8 elements are one load, but 8-wide float64 sums would be too many registers."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], 4, 2]))
     scales, cross, grids, deads, errors, dots, squares = _add(
-        even, s, inverse, sixth, tail, sixth_inverse, edge, scales, cross, grids, deads, errors, dots, squares, POWER
+        even, s, inverse, sixth, sixth_inverse, edge, scales, cross, grids, deads, errors, dots, squares, POWER
     )
-    return _add(
-        odd, s, inverse, sixth, tail, sixth_inverse, edge, scales, cross, grids, deads, errors, dots, squares, POWER
-    )
+    return _add(odd, s, inverse, sixth, sixth_inverse, edge, scales, cross, grids, deads, errors, dots, squares, POWER)
 
 
 @triton.jit
@@ -209,13 +205,12 @@ def _fast_kernel(
                 s = up.to(tl.float64, bitcast=True).to(tl.float32)
                 inverse = tl.div_rn(tl.full([N], 1.0, tl.float32), s)
             sixth_high = sixth.to(tl.float32)
-            tail = (sixth - sixth_high.to(tl.float64)).to(tl.float32)
             sixth_inverse = tl.div_rn(tl.full([N], 6.0, tl.float32), maximum)
             edge = (sixth * 0.25).to(tl.float32)  # the least float32 that is not below m / 24
             below = edge.to(tl.float64) * 24.0 < maximum.to(tl.float64)
             edge = as_float(as_bits(edge) + below.to(tl.int32))
             s_, i_, q_, e_ = s[:, None], inverse[:, None], sixth_inverse[:, None], edge[:, None]
-            h_, t_ = sixth_high[:, None], tail[:, None]
+            h_ = sixth_high[:, None]
             error = tl.zeros([N], tl.float64)
             dots = tl.zeros([N, 4], tl.float32)
             squares = tl.zeros([N, 4], tl.float32)
@@ -225,7 +220,7 @@ def _fast_kernel(
                     n_zero += tl.sum((x8 == 0.0).to(tl.int32), axis=1)
                 errors = tl.zeros([N, 4], tl.float32)
                 scales, cross, grids, deads, errors, dots, squares = _add_8(
-                    x8, s_, i_, h_, t_, q_, e_, scales, cross, grids, deads, errors, dots, squares, POWER
+                    x8, s_, i_, h_, q_, e_, scales, cross, grids, deads, errors, dots, squares, POWER
                 )
                 error += tl.sum(errors, axis=1).to(tl.float64)
             square = tl.sum(squares, axis=1)
