@@ -37,20 +37,20 @@ part() { # name, seconds, command …
 for name in "$@"; do
   case $name in
     tests)
-      OMP_NUM_THREADS=2 part tests 120 python3 -m pytest -q -n 8 -p no:cacheprovider --tb=short --durations=8 \
-        tests/unit/test_devices.py $(ls tests/unit/test_*_triton.py tests/unit/test_engine*.py 2>/dev/null)
+      OMP_NUM_THREADS=2 part tests 150 python3 -m pytest -q -n 12 -p no:cacheprovider --tb=short --durations=8 \
+        tests/unit/test_{devices,attention,sample,engine,nn_grouped,nn_activations,nn_shared}.py tests/unit/test_*_triton.py
       tail -n 40 "$OUT/tests.txt" | cut -c1-200
       ;;
     kernels)
-      part kernels 150 env PYTHONPATH="$PYTHONPATH:/tmp/peers" python3 benchmarks/bench_kernels.py --device cuda --out "$OUT/kernels_cuda.jsonl"
+      part kernels 190 env PYTHONPATH="$PYTHONPATH:/tmp/peers" python3 benchmarks/bench_kernels.py --device cuda --out "$OUT/kernels_cuda.jsonl"
       grep -E '^(\||NOTE)' "$OUT/kernels.txt" | cut -c1-200 || tail -n 15 "$OUT/kernels.txt"
       ;;
     train)
-      part train 80 env MXRL_BACKEND=triton python3 benchmarks/bench_train_step.py --device cuda --out "$OUT/train_step_cuda.jsonl"
+      part train 75 env MXRL_BACKEND=triton python3 benchmarks/bench_train_step.py --device cuda --out "$OUT/train_step_cuda.jsonl"
       tail -n 25 "$OUT/train.txt" | cut -c1-200
       ;;
     rollout)
-      part rollout 180 env MXRL_BACKEND=triton python3 benchmarks/bench_rollout.py --device cuda --out "$OUT/rollout_cuda.jsonl"
+      part rollout 120 env MXRL_BACKEND=triton python3 benchmarks/bench_rollout.py --device cuda --out "$OUT/rollout_cuda.jsonl"
       tail -n 30 "$OUT/rollout.txt" | cut -c1-200
       ;;
     counters)
