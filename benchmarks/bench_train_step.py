@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,9 @@ def main() -> None:
         results += measure(todo, device, rounds=args.rounds, slow_ms=float("inf"), common=common)
         write_rows(out, results)
         del models, plain, converted, todo
+        gc.collect()  # modules and their hooks refer to each other
+        if on_gpu:
+            torch.cuda.empty_cache()
     print("\n".join(targets(results, measured=True)))
 
 

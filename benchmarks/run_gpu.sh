@@ -37,7 +37,7 @@ part() { # name, seconds, command …
 for name in "$@"; do
   case $name in
     tests)
-      OMP_NUM_THREADS=2 part tests 150 python3 -m pytest -q -n 12 -p no:cacheprovider --tb=short --durations=8 \
+      OMP_NUM_THREADS=2 part tests 170 python3 -m pytest -n 14 -p no:cacheprovider --tb=short --durations=8 \
         tests/unit/test_{devices,attention,sample,engine,nn_grouped,nn_activations,nn_shared}.py tests/unit/test_*_triton.py
       tail -n 40 "$OUT/tests.txt" | cut -c1-200
       ;;

@@ -53,7 +53,9 @@ def test_the_environment_is_a_name_too(monkeypatch):
     assert served() == "mxrl.ops.qdq"
     assert served("cpu") == "mxrl.ops.qdq_cpu"  # an argument is nearer
     monkeypatch.setenv(dispatch.VARIABLE, "fast")
-    with pytest.raises(dispatch.BackendError, match=r"MXRL_BACKEND='fast': unknown; possible: auto, reference, cpu, triton"):
+    with pytest.raises(
+        dispatch.BackendError, match=r"MXRL_BACKEND='fast': unknown; possible: auto, reference, cpu, triton"
+    ):
         fake_quantize(torch.zeros(32))
     monkeypatch.setenv(dispatch.VARIABLE, "")
     assert served() == "mxrl.ops.qdq_cpu"

@@ -86,7 +86,7 @@ def _(x: Tensor, recipe: str, dim: int) -> Tensor:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The GEMM's dtype: autocast's where it is on (it leaves float64 alone, and knows no meta device), else x's."""
     device = x.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocast and x.dtype != torch.float64 else x.dtype
 
 

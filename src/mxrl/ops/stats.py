@@ -67,7 +67,9 @@ def chunks(
             yield begin, end, Chunk(x, to_blocks(next(others)[2], recipe), ideal, mask, maxima, valid, None, None)
             continue
         done, quantized = passes(x, recipe, largest, tensor_scale)
-        effective = done[0].scale.value.double() / (1 if recipe.rule != "ideal" else fmt.q_max)
+        effective = done[0].scale.value.double()
+        if recipe.rule == "ideal":
+            effective = divide(effective, fmt.q_max)
         if done[0].mantissa is not None:
             p = (256 + done[0].mantissa.double()) / 256
             effective = effective / p.repeat_interleave(recipe.macro // fmt.block, -1)
