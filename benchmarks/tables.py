@@ -177,7 +177,8 @@ def _from(rows: list[Row]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in first["versions"].items())
     dates = " to ".join(_unique((min(r["created"] for r in rows)[:10], max(r["created"] for r in rows)[:10])))
     commits = ", ".join(str(c)[:12] for c in _unique(r["commit"] for r in rows))
-    return f"{first['device']}; {versions}; commit {commits}; seed {first['seed']}; {dates}."
+    seed = f"seed {first['seed']}; " if "seed" in first else ""
+    return f"{first['device']}; {versions}; commit {commits}; {seed}{dates}."
 
 
 def _ms(row: Row) -> str:
@@ -194,7 +195,8 @@ def kernels(rows: list[Row]) -> Iterator[str]:
             chosen = [r for r in own if tuple(r["shape"]) == shape]
             dtypes = _unique(r["dtype"] for r in chosen)
             yield f"\n**{group}**, {' × '.join(map(str, shape))}\n"
-            heads = [f"{d}: ms p50 [p20, p80] | of bandwidth | × copy" for d in dtypes]
+            unit = "ms" if chosen[0]["accelerator"] else "× copy"  # a CPU's own speed is nobody's but its
+            heads = [f"{d}: {unit} p50 [p20, p80] | of bandwidth | × copy" for d in dtypes]
             yield "| operation | recipe | by | " + " | ".join(heads) + " |"
             yield "|---|---|---|" + "---|---|---|" * len(dtypes)
             for name in _unique(map(_named, chosen)):
@@ -219,14 +221,24 @@ def _kernel_cells(row: Row, rows: list[Row]) -> str:
     copy = _times("copy")(row, _same_run(row, rows))
     share = f"{row['fraction']:.1%} of {row['against']}" if "fraction" in row else ""
     unequal = " (NOT EQUAL)" if row.get("equal") is False else ""
-    return f"{_ms(row)}{unequal} | {share} | " + (f"{copy:.2f}" if copy else "")
+    took = _ms(row) if row["accelerator"] else _ratios(row, copy)
+    return f"{took}{unequal} | {share} | " + (f"{copy:.2f}" if copy else "")
+
+
+def _ratios(row: Row, p50: float | None) -> str:
+    """p50 [p20, p80] as ratios to what `p50` is one to."""
+    if not p50:
+        return ""
+    low, high = (row["ms"][p] / _p50(row) * p50 for p in ("p20", "p80"))
+    return f"{p50:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def train_step(rows: list[Row]) -> Iterator[str]:
     for precision in _unique(r["precision"] for r in rows):
         own = [r for r in rows if r["precision"] == precision]
         yield f"\n**{precision}**, {own[0]['workload']}\n"
-        yield "| recipe | by | ms p50 [p20, p80] | × bf16 | peak in a step, MiB | saved for backward, MiB |"
+        unit = "ms" if own[0]["accelerator"] else "× bf16"
+        yield f"| recipe | by | {unit} p50 [p20, p80] | × bf16 | peak in a step, MiB | saved for backward, MiB |"
         yield "|---|---|---|---|---|---|"
         for row in own:
             if "ms" not in row:
@@ -234,7 +246,8 @@ def train_step(rows: list[Row]) -> Iterator[str]:
                 continue
             times = _times("train step", recipe="bf16")(row, _same_run(row, rows))
             sizes = [f"{row[k] / 2**20:,.0f}" if row.get(k) else "" for k in ("peak_bytes", "saved_bytes")]
-            yield f"| {row['recipe']} | {row['backend']} | {_ms(row)} | {times or 0:.3f} | {sizes[0]} | {sizes[1]} |"
+            took = _ms(row) if row["accelerator"] else _ratios(row, times)
+            yield f"| {row['recipe']} | {row['backend']} | {took} | {times or 0:.3f} | {sizes[0]} | {sizes[1]} |"
 
 
 def rollout(rows: list[Row]) -> Iterator[str]:
@@ -252,6 +265,8 @@ def rollout(rows: list[Row]) -> Iterator[str]:
             shown = " | ".join("" if r is None else f"{r:.2f}" for r in ratios)
             seconds = ", ".join(f"{row['ms'][p] / 1e3:.2f}" for p in ("p20", "p80"))
             speed, took = f"{row['tokens/s']:,.0f}", f"{_p50(row) / 1e3:.2f} [{seconds}]"
+            if not row["accelerator"]:
+                speed = took = "–"
             yield f"| {row['engine']} | {row['recipe']} | {row['backend']} | {speed} | {took} | {shown} |"
 
 
@@ -265,7 +280,32 @@ def counters(rows: list[Row]) -> Iterator[str]:
         yield f"| {names} | {counts} | {row['dram']:.0%} | {row['registers']:.0f} |"
 
 
-PAGES = {"kernels": kernels, "counters": counters, "train_step": train_step, "rollout": rollout}
+# An H200: SMs · clock in GHz; what an SM starts in a cycle; the copy's and the fastest read's bandwidth in bytes a ns
+H200_CYCLES, COPY, READ = 132 * 1.98, 4150, 4000
+ISSUE = {"instructions": 128, "half_rate": 64, "float64": 64, "conversions": 16}
+
+
+def instructions(rows: list[Row]) -> Iterator[str]:
+    """Counted by instructions.py; what arithmetic alone allows: cycles that bandwidth leaves over cycles needed."""
+    yield "\nInstructions an element, on the shortest way; the share of an H200's bandwidth that they alone allow.\n"
+    yield "| operation | recipe | dtype | instructions | half rate | float64 | conversions | registers | allows |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        size = 2 if row["dtype"] == "bfloat16" else 4
+        left = size / READ if row["op"].startswith("stats") else 2 * size / COPY
+        needed = max(row[kind] / rate for kind, rate in ISSUE.items())
+        counts = " | ".join(f"{row[kind]:.1f}" for kind in ISSUE)
+        allows = min(1, left * H200_CYCLES / needed)
+        yield f"| {row['op']} | {row['recipe']} | {row['dtype']} | {counts} | {row['registers']} | {allows:.0%} |"
+
+
+PAGES = {
+    "kernels": kernels,
+    "instructions": instructions,
+    "counters": counters,
+    "train_step": train_step,
+    "rollout": rollout,
+}
 
 
 def tables(rows: list[Row]) -> Iterator[str]:
