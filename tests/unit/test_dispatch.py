@@ -44,7 +44,7 @@ def test_each_backend_by_name(name, backend):
 def test_float64_is_the_references():
     x = torch.zeros(1, 1, 32, dtype=torch.float64)
     assert served(x=x) == "mxrl.ops.qdq"
-    with pytest.raises(dispatch.BackendError, match="backend='cpu': .*float64"):
+    with pytest.raises(dispatch.BackendError, match=r"backend='cpu': .*float64"):
         served("cpu", x=x)
 
 
