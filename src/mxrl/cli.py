@@ -189,6 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _explain(err: Exception) -> int:
     """The one line for an exception, and its exit code."""
+    from mxrl.ops.dispatch import BackendError
     from mxrl.recipes import RecipeError
     from mxrl.rl.config import ConfigError
 
@@ -197,7 +198,7 @@ def _explain(err: Exception) -> int:
         # without a message, help was printed instead
         return _fail(f"{message} (see mxrl --help)" if message else "", getattr(err, "exit_code", 2))
     message = " ".join(str(err).split())
-    if isinstance(err, (RecipeError, ConfigError)):
+    if isinstance(err, (BackendError, RecipeError, ConfigError)):
         return _fail(message, 2)
     if isinstance(err, ModuleNotFoundError) and err.name and not err.name.startswith("mxrl"):
         return _fail(f"this command needs {err.name}, which is not installed: pip install 'mxrl[train]'", 1)

@@ -7,6 +7,7 @@ rounded tensor *is* the quantized tensor: training and rollout use the same one,
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +43,13 @@ def fake_quantize(
         block of a row may be ragged. recipe: its grammar or a Recipe; roles, noise and backward play no part here, and
         bf16 gives `x` back. out: written and returned if given (x itself is allowed). backend: see `mxrl.ops.dispatch`.
     A block with a NaN or an Inf becomes NaN; a finite input never gives an Inf. No gradient flows: see `mxrl.nn`.
+    Under torch.compile it is one operator, whichever kernel serves it, and the graph stays whole.
     Raises TypeError for other dtypes, RecipeError for a recipe that can't be. Source: arXiv 2605.20402, section 2.
     """
+    if torch.compiler.is_compiling():
+        text = recipe if isinstance(recipe, str) else str(recipe)
+        result = x if text.startswith("bf16") else _fake_quantize_operator(x.detach(), text, dim, backend)
+        return result if out is None else out.copy_(result)
     recipe = Recipe.parse(recipe)
     dim = check_input(x, dim, "fake_quantize")
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype):
@@ -56,6 +62,19 @@ def fake_quantize(
     out_ABK = as_abk(result, dim)
     operation.qdq(x_ABK, recipe, out_ABK, whole_tensor_scale(x_ABK, recipe, backend))
     return result if is_view_of(out_ABK, result) else result.copy_(_from_abk(out_ABK, result.shape, dim))
+
+
+recipe_of = functools.lru_cache(maxsize=256)(Recipe.parse)  # operators take a recipe as text, at every call the same
+
+
+@torch.library.custom_op("mxrl::fake_quantize", mutates_args=())
+def _fake_quantize_operator(x: Tensor, recipe: str, dim: int, backend: str | None) -> Tensor:
+    return fake_quantize(x, recipe_of(recipe), dim=dim, backend=backend)
+
+
+@_fake_quantize_operator.register_fake
+def _(x: Tensor, recipe: str, dim: int, backend: str | None) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import mxrl
 from mxrl.nn import QuantizedLinear
+from mxrl.recipes import Recipe
 
 
 def converted(family: str, recipe: str, dtype: torch.dtype):
@@ -68,3 +69,14 @@ def test_inductor():
     for ours, eager in zip(run(torch.compile(model, fullgraph=True)), run(model), strict=True):
         # its SiLU and sums round otherwise; none of these values lies so close to a threshold that it moves
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp4", Recipe.parse("mxfp4+mbs+of"), "nvfp4"])
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_fake_quantize_is_one_operator_of_a_whole_graph(recipe, dim):
+    def function(x):
+        return mxrl.fake_quantize(x, recipe, dim=dim) * 2 + mxrl.fake_quantize(x, recipe, dim=dim, out=x.clone())
+
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    y = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(y, function(x))

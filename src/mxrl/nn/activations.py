@@ -30,8 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mxrl.nn.operands import Operands, quantize_operand, recipe_of, records_values
-from mxrl.quantize import QuantizedTensor, quantize
+from mxrl.nn.operands import Operands, quantize_operand, records_values
+from mxrl.quantize import QuantizedTensor, quantize, recipe_of
 from mxrl.recipes import Recipe
 
 

@@ -27,7 +27,8 @@ from torch.autograd.function import once_differentiable
 
 from mxrl.nn.activations import Activation
 from mxrl.nn.linear import saved_activation
-from mxrl.nn.operands import Operands, quantize_operand, recipe_of
+from mxrl.nn.operands import Operands, quantize_operand
+from mxrl.quantize import recipe_of
 from mxrl.recipes import Recipe
 
 

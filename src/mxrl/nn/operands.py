@@ -59,28 +59,8 @@ class Operands:
 
 
 def quantize_operand(x: Tensor, recipe: Recipe | None, dim: int = -1) -> Tensor:
-    """`fake_quantize(x, recipe, dim=dim)`, same shape and dtype, without gradient; `x` itself where `recipe` is None.
-
-    Under `torch.compile` it is one opaque operator, so that whichever kernel serves it, the graph stays whole.
-    """
-    if recipe is None:
-        return x
-    if x.requires_grad:
-        x = x.detach()
-    return _opaque_quantize(x, str(recipe), dim) if torch.compiler.is_compiling() else fake_quantize(x, recipe, dim=dim)
-
-
-recipe_of = functools.lru_cache(maxsize=256)(Recipe.parse)  # operators take a recipe as text, at every call the same
-
-
-@torch.library.custom_op("mxrl::quantize_operand", mutates_args=())
-def _opaque_quantize(x: Tensor, recipe: str, dim: int) -> Tensor:
-    return fake_quantize(x, recipe_of(recipe), dim=dim).contiguous()
-
-
-@_opaque_quantize.register_fake
-def _(x: Tensor, recipe: str, dim: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    """`fake_quantize(x, recipe, dim=dim)`, same shape and dtype, without gradient; `x` itself where recipe is None."""
+    return x if recipe is None else fake_quantize(x, recipe, dim=dim)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

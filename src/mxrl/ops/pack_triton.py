@@ -39,7 +39,7 @@ from mxrl.ops.passes_triton import (
     with_sign,
 )
 from mxrl.ops.qdq import format_of
-from mxrl.ops.qdq_triton import Config, _owned, of_kind, recipe_constants
+from mxrl.ops.qdq_triton import Config, of_kind, owned_layout, recipe_constants
 from mxrl.ops.qdq_triton import unsupported as _unsupported
 from mxrl.ops.tiles_triton import Tiling, load_tile, locate, store_tile, tiling
 from mxrl.recipes import Recipe
@@ -79,7 +79,7 @@ def cut(
     units = max(1, config.elements // unit)
     plan = tiling(x_ABK, out_ABK, unit, units)
     return plan, constants | dict(
-        MODE=plan.mode, MASK=plan.mask, M=units, OWNED=_owned(config, x_ABK, plan.mode), num_warps=config.warps,
+        MODE=plan.mode, MASK=plan.mask, M=units, OWNED=owned_layout(config, x_ABK, plan.mode), num_warps=config.warps,
         enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -160,7 +160,7 @@ def _amax_kernel(
     )  # non-negative floats order as ints
 
 
-def _owned(config: Config, x_ABK: Tensor, mode: str) -> int:
+def owned_layout(config: Config, x_ABK: Tensor, mode: str) -> int:
     """`load_tile`'s OWNED for this tensor."""
     if not config.owned or mode == "columns" or x_ABK.stride(2) != 1:
         return 0
@@ -194,7 +194,7 @@ def qdq(
     plan = tiling(x_ABK, out_ABK, unit, units)
     _qdq_kernel[(plan.programs,)](
         x_ABK, out_ABK, tensor_scale, recipe.of or 0.0, plan.count, *_geometry(x_ABK, out_ABK, plan.mode), **constants,
-        MODE=plan.mode, MASK=plan.mask, M=units, OWNED=_owned(config, x_ABK, plan.mode), **config.options,
+        MODE=plan.mode, MASK=plan.mask, M=units, OWNED=owned_layout(config, x_ABK, plan.mode), **config.options,
     )  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def noisy_qdq(
     words = (word - (word >> 31 << 32) for word in key)  # signed, so that their type does not depend on the value
     _noisy_qdq_kernel[(plan.programs,)](
         w_ABK, out_ABK, float(std), recipe.of or 0.0, plan.count, *_geometry(w_ABK, out_ABK, plan.mode), *words,
-        **constants, MODE=plan.mode, MASK=plan.mask, M=units, OWNED=_owned(config, w_ABK, plan.mode),
+        **constants, MODE=plan.mode, MASK=plan.mask, M=units, OWNED=owned_layout(config, w_ABK, plan.mode),
         **config.options,
     )  # fmt: skip
 
