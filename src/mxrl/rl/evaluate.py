@@ -104,8 +104,8 @@ def decode(
 ) -> Decoded:
     """Complete text prompts in batches, in the given order. `temperature=0` is greedy.
 
-    Sampling depends on `seed` and the order (with engine "generate" on `batch_size` too); the global random state is left
-    as it was.
+    Sampling depends on `seed` and the order (by Hugging Face's loop on `batch_size` too); the global random state is
+    left as it was.
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be >= 0 (0 is greedy)")
