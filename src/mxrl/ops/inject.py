@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from mxrl.ops.layout import write_rows
-from mxrl.ops.qdq import unsupported
 from mxrl.ops.stats import chunks
 from mxrl.recipes import Recipe
-
-__all__ = ["COMPONENTS", "inject", "unsupported"]
 
 COMPONENTS = ("scale", "deadzone", "grid")
 

@@ -17,11 +17,9 @@ from torch import Tensor
 from mxrl.corrections import of_blend
 from mxrl.elements import decode, encode
 from mxrl.ops.layout import row_chunks, write_rows
-from mxrl.ops.qdq import Pass, dequantize_pass, format_of, passes, to_blocks, unsupported
+from mxrl.ops.qdq import Pass, dequantize_pass, format_of, passes, to_blocks
 from mxrl.recipes import Recipe
 from mxrl.scaling import scale_from_code
-
-__all__ = ["PackedPass", "pack", "unpack", "unsupported"]
 
 
 class PackedPass(NamedTuple):

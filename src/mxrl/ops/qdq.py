@@ -188,11 +188,6 @@ def qdq_rows(rows: Tensor, recipe: Recipe, tensor_scale: Tensor | None = None) -
 # --- the operations: what dispatch.py hands out (qdq_triton.py and qdq_cpu.py have the same functions) ----------------
 
 
-def unsupported(recipe: Recipe, dtype: torch.dtype) -> str | None:
-    """Why this backend can't serve `recipe` in `dtype`; None: it can."""
-    return None
-
-
 def qdq(x_ABK: Tensor, recipe: Recipe, out_ABK: Tensor, tensor_scale: Tensor | None) -> None:
     """out = Q(x), rounded once to their dtype; out may be x, or have other strides."""
     for begin, end, rows in row_chunks(x_ABK):

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from mxrl.ops.layout import row_chunks
-from mxrl.ops.qdq import format_of, passes, to_blocks, unsupported
+from mxrl.ops.qdq import format_of, passes, to_blocks
 from mxrl.recipes import Recipe
 from mxrl.scaling import block_scale, divide, from_grid, to_grid
-
-__all__ = ["DELTA_BINS", "Chunk", "add", "chunks", "stats", "unsupported"]
 
 DELTA_BINS = 64  # of width 1/32 over [−1, 1): ceil fills [0, 1), floor and even reach below; the ends collect the rest
 
