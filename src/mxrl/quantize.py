@@ -7,7 +7,6 @@ rounded tensor *is* the quantized tensor: training and rollout use the same one,
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -64,12 +63,9 @@ def fake_quantize(
     return result if is_view_of(out_ABK, result) else result.copy_(_from_abk(out_ABK, result.shape, dim))
 
 
-recipe_of = functools.lru_cache(maxsize=256)(Recipe.parse)  # operators take a recipe as text, at every call the same
-
-
 @torch.library.custom_op("mxrl::fake_quantize", mutates_args=())
 def _fake_quantize_operator(x: Tensor, recipe: str, dim: int, backend: str | None) -> Tensor:
-    return fake_quantize(x, recipe_of(recipe), dim=dim, backend=backend)
+    return fake_quantize(x, recipe, dim=dim, backend=backend)
 
 
 @_fake_quantize_operator.register_fake

@@ -15,6 +15,7 @@ Grammar, parsed by `Recipe.parse` and printed by `str`:
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -141,30 +142,7 @@ class Recipe:
     @classmethod
     def parse(cls, text: str | Recipe) -> Recipe:
         """Parse the grammar above; raises RecipeError (a ValueError) naming the part that is wrong."""
-        if isinstance(text, Recipe):
-            return text
-        head, *parts = text.strip().split("+")
-        base, _, rule = head.partition(":")
-        _pick(base, tuple(RULES), "base", text)
-        if ":" in head:
-            if base == "mxfp4" and rule == "e8m0":
-                rule = "ceil"
-            _pick(rule, tuple(r for r in RULES[base] if r), f"scale rule of {base}", text)
-        elif RULES[base]:
-            rule = RULES[base][0]
-        values: dict[str, Any] = {"base": base, "rule": rule or RULES[base][0] if RULES[base] else "ceil"}
-        seen: set[str] = set()
-        for part in parts:
-            word, values_of = _parse_part(part, text)
-            if word in seen:
-                raise RecipeError(f"recipe '{text}': '{word}' is given twice")
-            seen.add(word)
-            values.update(values_of)
-        try:
-            return cls(**values)
-        except RecipeError as err:
-            message = str(err)
-            raise RecipeError(f"recipe '{text}': {message.split(': ', 1)[-1]}") from None
+        return text if isinstance(text, Recipe) else _parse(text)
 
     def __str__(self) -> str:
         out = self.base
@@ -187,6 +165,32 @@ class Recipe:
 
 _KEYS = ("macro", "backward", "quantize_grad", "pack_saved", "aqn_placement", "aqn_target", "aqn_relative", "skip")
 _PARTS = ("mbs", "of", "aqn", "w4a4", "w4a8", "w4a16")
+
+
+@functools.lru_cache(maxsize=256)  # layers, operators and users give the same few texts at every call
+def _parse(text: str) -> Recipe:
+    head, *parts = text.strip().split("+")
+    base, _, rule = head.partition(":")
+    _pick(base, tuple(RULES), "base", text)
+    if ":" in head:
+        if base == "mxfp4" and rule == "e8m0":
+            rule = "ceil"
+        _pick(rule, tuple(r for r in RULES[base] if r), f"scale rule of {base}", text)
+    elif RULES[base]:
+        rule = RULES[base][0]
+    values: dict[str, Any] = {"base": base, "rule": rule or RULES[base][0] if RULES[base] else "ceil"}
+    seen: set[str] = set()
+    for part in parts:
+        word, values_of = _parse_part(part, text)
+        if word in seen:
+            raise RecipeError(f"recipe '{text}': '{word}' is given twice")
+        seen.add(word)
+        values.update(values_of)
+    try:
+        return Recipe(**values)
+    except RecipeError as err:
+        message = str(err)
+        raise RecipeError(f"recipe '{text}': {message.split(': ', 1)[-1]}") from None
 
 
 def _number(value: str, what: str, text: str) -> float:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from mxrl.nn.operands import Operands, quantize_operand, records_values
-from mxrl.quantize import QuantizedTensor, quantize, recipe_of
+from mxrl.quantize import QuantizedTensor, quantize
 from mxrl.recipes import Recipe
 
 
@@ -193,12 +193,12 @@ def _unpack(parts: list[Tensor], recipe: Recipe, shape: torch.Size, dtype: torch
 
 @torch.library.custom_op("mxrl::pack", mutates_args=())
 def _pack_operator(x: Tensor, recipe: str) -> list[Tensor]:
-    return _pack(x, recipe_of(recipe))
+    return _pack(x, Recipe.parse(recipe))
 
 
 @_pack_operator.register_fake
 def _(x: Tensor, recipe: str) -> list[Tensor]:
-    parsed = recipe_of(recipe)
+    parsed = Recipe.parse(recipe)
     assert parsed.format is not None
     lead, k_axis = x.shape[:-1], x.shape[-1]
     sizes = {
@@ -218,7 +218,7 @@ def _(x: Tensor, recipe: str) -> list[Tensor]:
 
 @torch.library.custom_op("mxrl::unpack", mutates_args=())
 def _unpack_operator(parts: list[Tensor], recipe: str, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return _unpack(parts, recipe_of(recipe), torch.Size(shape), dtype)
+    return _unpack(parts, Recipe.parse(recipe), torch.Size(shape), dtype)
 
 
 @_unpack_operator.register_fake

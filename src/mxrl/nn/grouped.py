@@ -28,7 +28,6 @@ from torch.autograd.function import once_differentiable
 from mxrl.nn.activations import Activation
 from mxrl.nn.linear import saved_activation
 from mxrl.nn.operands import Operands, quantize_operand
-from mxrl.quantize import recipe_of
 from mxrl.recipes import Recipe
 
 
@@ -165,7 +164,7 @@ def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("mxrl::quantize_groups", mutates_args=())
 def _quantize_groups_operator(x: Tensor, recipe: str, dim: int, ends: Tensor) -> Tensor:
-    return _quantize_groups(x, recipe_of(recipe), dim, ends)
+    return _quantize_groups(x, Recipe.parse(recipe), dim, ends)
 
 
 @_quantize_groups_operator.register_fake
