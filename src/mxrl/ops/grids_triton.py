@@ -93,7 +93,7 @@ def round_once(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -102,7 +102,7 @@ def block_amax(x):
     """x [M, G, n] -> the bits of max|x|, int32 [M, G]; at least 0x7f800000 where the block holds a NaN or an Inf."""
     if INTERPRETED:  # which is slow in general reductions, and drops NaN in its own
         return tl.max(as_bits(x) & MAGNITUDE, axis=2)
-    return as_bits(tl.reduce(tl.abs(x), 2, _larger))
+    return as_bits(tl.reduce(tl.abs(x), 2, larger))
 
 
 @triton.jit

@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxrl.formats import MXFP4
+from mxrl.ops.grids_triton import larger
 from mxrl.ops.passes_triton import as_bits, as_float, widen
 from mxrl.ops.stats import DELTA_BINS
 from mxrl.recipes import Recipe
@@ -131,11 +132,6 @@ def _add_8(
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def _load(pointer, start, column, valid, K, at, EDGE: tl.constexpr):
     """|x| of elements at ... at + 7 of every block, [N, 8]; EDGE as in `components_triton.load_piece`."""
     inside = tl.arange(0, 8)[None, :] + at
@@ -185,7 +181,7 @@ def _fast_kernel(
         x1 = _load(x, start, column, valid, K, 8, EDGE)
         x2 = _load(x, start, column, valid, K, 16, EDGE)
         x3 = _load(x, start, column, valid, K, 24, EDGE)
-        m = tl.max(as_bits(_larger(_larger(x0, x1), _larger(x2, x3))), axis=1)
+        m = tl.max(as_bits(larger(larger(x0, x1), larger(x2, x3))), axis=1)
         least = tl.min(tl.minimum(tl.minimum(x0, x1), tl.minimum(x2, x3)), axis=1)
         zero = m == 0
         plain = zero | ((m >= 0x21800000) & (m < 0x5D800000))  # 2^-60, 2^60
