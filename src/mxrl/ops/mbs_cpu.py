@@ -150,29 +150,21 @@ def _error(a, over, back, j, spec):
 
 
 @inlined
+def _four_errors(a, over, back, j, spec):
+    """Of candidates j ... j + 3: their squares, added to 8 lanes each and laid side by side."""
+    a0, a1 = _error(a, over, back, j, spec), _error(a, over, back, j + 1, spec)
+    b0 = first_16(a0, a1) + second_16(a0, a1)
+    a0, a1 = _error(a, over, back, j + 2, spec), _error(a, over, back, j + 3, spec)
+    b1 = first_16(a0, a1) + second_16(a0, a1)
+    return first_8(b0, b1) + second_8(b0, b1)
+
+
+@inlined
 def _errors(a, over, back, spec):
     """The 16 candidates' squared errors of one block of magnitudes, as lanes."""
-    a0, a1 = _error(a, over, back, 0, spec), _error(a, over, back, 1, spec)
-    b0 = first_16(a0, a1) + second_16(a0, a1)
-    a0, a1 = _error(a, over, back, 2, spec), _error(a, over, back, 3, spec)
-    b1 = first_16(a0, a1) + second_16(a0, a1)
-    c0 = first_8(b0, b1) + second_8(b0, b1)
-    a0, a1 = _error(a, over, back, 4, spec), _error(a, over, back, 5, spec)
-    b0 = first_16(a0, a1) + second_16(a0, a1)
-    a0, a1 = _error(a, over, back, 6, spec), _error(a, over, back, 7, spec)
-    b1 = first_16(a0, a1) + second_16(a0, a1)
-    c1 = first_8(b0, b1) + second_8(b0, b1)
+    c0, c1 = _four_errors(a, over, back, 0, spec), _four_errors(a, over, back, 4, spec)
     d0 = first_4(c0, c1) + second_4(c0, c1)
-    a0, a1 = _error(a, over, back, 8, spec), _error(a, over, back, 9, spec)
-    b0 = first_16(a0, a1) + second_16(a0, a1)
-    a0, a1 = _error(a, over, back, 10, spec), _error(a, over, back, 11, spec)
-    b1 = first_16(a0, a1) + second_16(a0, a1)
-    c0 = first_8(b0, b1) + second_8(b0, b1)
-    a0, a1 = _error(a, over, back, 12, spec), _error(a, over, back, 13, spec)
-    b0 = first_16(a0, a1) + second_16(a0, a1)
-    a0, a1 = _error(a, over, back, 14, spec), _error(a, over, back, 15, spec)
-    b1 = first_16(a0, a1) + second_16(a0, a1)
-    c1 = first_8(b0, b1) + second_8(b0, b1)
+    c0, c1 = _four_errors(a, over, back, 8, spec), _four_errors(a, over, back, 12, spec)
     d1 = first_4(c0, c1) + second_4(c0, c1)
     return first_2(d0, d1) + second_2(d0, d1)
 
