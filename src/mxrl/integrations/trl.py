@@ -49,14 +49,13 @@ from mxrl.integrations.trl_rollout import (
 from mxrl.nn import rollout_weights, shared_weights
 from mxrl.nn.weights import Noise, RolloutReport
 from mxrl.recipes import Recipe
+from mxrl.rl.engine_generate import left_pad, seeded
 from mxrl.rl.gap import gap_stats
 from mxrl.rl.monitor import distinct, logit_noise, weight_stats
 from mxrl.rl.policy import resolve_model
 from mxrl.rl.rewards import text_of
 from mxrl.rl.rollout import (
     decode_gap,
-    left_pad,
-    seeded,
     takes_positions,
 )
 from mxrl.rl.steps import StepRecord

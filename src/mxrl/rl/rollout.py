@@ -29,7 +29,6 @@ from mxrl.rl import engine_generate
 from mxrl.rl.engine import Completions
 from mxrl.rl.engine import decode as slots_decode
 from mxrl.rl.engine_generate import left_pad
-from mxrl.rl.engine_generate import seeded as seeded  # for integrations/trl.py
 from mxrl.rl.engine_slots import EngineError, base_model, unsupported
 from mxrl.rl.gap import GapStats, gap_stats
 
