@@ -5,7 +5,25 @@ Without a GPU the Triton kernels run in Triton's interpreter, which has to be sw
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def quantized_shapes(monkeypatch):
+    """The shapes of every operand that is quantized from here on."""
+    from mxrl.nn import forget_activations, operands
+
+    shapes: list[tuple[int, ...]] = []
+    real = operands.fake_quantize
+
+    def counting(x, *args, **kwargs):
+        shapes.append(tuple(x.shape))
+        return real(x, *args, **kwargs)
+
+    monkeypatch.setattr(operands, "fake_quantize", counting)
+    forget_activations()
+    return shapes

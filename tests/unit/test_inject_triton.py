@@ -5,22 +5,18 @@ Runs on the GPU where there is one, else in Triton's interpreter (few, large til
 
 from __future__ import annotations
 
-import functools
 import itertools
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from edge_cases import edge_cases  # noqa: E402
+from fused_cases import tensor_scale  # noqa: E402
 from oracles.bits import assert_same  # noqa: E402
+from triton_cases import CUDA, DEVICE, DTYPES, edge_rows, on_device  # noqa: E402
 
 from mxrl import Recipe  # noqa: E402
 from mxrl.formats import MXFP4, MXFP8  # noqa: E402
@@ -28,14 +24,11 @@ from mxrl.ops import inject as reference  # noqa: E402
 from mxrl.ops.components_triton import deadzone_edge, ideal_scale, ideal_values, log2  # noqa: E402
 from mxrl.ops.inject_triton import inject, unsupported  # noqa: E402
 from mxrl.ops.passes_triton import block_amax  # noqa: E402
-from mxrl.ops.qdq import finite_amax  # noqa: E402
 from mxrl.ops.qdq_triton import Config  # noqa: E402
-from mxrl.scaling import block_scale, from_grid, nvfp4_tensor_scale, to_grid  # noqa: E402
+from mxrl.scaling import block_scale, from_grid, to_grid  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: overflow is meant
 
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGE = None if CUDA else Config(1 << 15, 4)
 SUBSETS = [frozenset(c) for n in range(4) for c in itertools.combinations(("scale", "deadzone", "grid"), n)]
 RECIPES = (
@@ -44,17 +37,10 @@ RECIPES = (
 )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4)
-def edge_rows(dtype: torch.dtype) -> Tensor:
-    """Every edge case as rows of 165 elements (two macro-blocks, the second ragged): [1, R, 165]."""
-    rows = [x.reshape(-1, x.shape[-1])[:, :165] for _, x in edge_cases(dtype) if x.numel()]
-    return torch.cat([torch.nn.functional.pad(row, (0, 165 - row.shape[1])) for row in rows])[None]
-
-
 def check(x_ABK: Tensor, text: str, subsets: list[frozenset[str]], config: Config | None = LARGE) -> None:
     recipe = Recipe.parse(text)
-    scale = nvfp4_tensor_scale(finite_amax(x_ABK, recipe), recipe.rule) if recipe.base == "nvfp4" else None
-    there = torch.empty_strided(x_ABK.shape, x_ABK.stride(), dtype=x_ABK.dtype, device=DEVICE).copy_(x_ABK)
+    scale = tensor_scale(x_ABK, recipe)
+    there = on_device(x_ABK)
     for chosen in subsets:
         want = torch.empty(x_ABK.shape, dtype=x_ABK.dtype)
         reference.inject(x_ABK, recipe, chosen, want, scale)

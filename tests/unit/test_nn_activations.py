@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import mxrl
-from mxrl.nn import activations, forget_activations, operands, share_activations
+from mxrl.nn import activations, forget_activations, share_activations
 from mxrl.nn.activations import pack, quantize_activation, unpack
 from mxrl.nn.operands import Operands
 from mxrl.ops import dispatch
@@ -43,31 +43,16 @@ def converted(family: str, recipe: str, dtype: torch.dtype = torch.float32):
     return model.train()
 
 
-@pytest.fixture
-def quantized(monkeypatch):
-    """The shapes of everything that is quantized from here on."""
-    shapes: list[tuple[int, ...]] = []
-    real = operands.fake_quantize
-
-    def counting(x, *args, **kwargs):
-        shapes.append(tuple(x.shape))
-        return real(x, *args, **kwargs)
-
-    monkeypatch.setattr(operands, "fake_quantize", counting)
-    forget_activations()
-    return shapes
-
-
 # --- shared ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
-def test_q_k_v_and_gate_up_quantize_their_input_once(quantized, autocast, grad):
+def test_q_k_v_and_gate_up_quantize_their_input_once(quantized_shapes, autocast, grad):
     model, t = converted("qwen3", "mxfp4"), tokens()
     with torch.set_grad_enabled(grad), torch.autocast("cpu", BF16, enabled=autocast):
         model(t)
-    assert len([s for s in quantized if s[:2] == t.shape]) == 2 * 4  # qkv, o, gate and up, down, in two blocks
+    assert len([s for s in quantized_shapes if s[:2] == t.shape]) == 2 * 4  # qkv, o, gate and up, down, in two blocks
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4+mbs+of", "nvfp4", "mxfp4+w4a8", "mxfp4+w4a16", "mxfp4+pack_saved=True"])
@@ -204,18 +189,18 @@ def test_a_scope_shares_nothing_with_outside():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("scope", [False, True])
-def test_a_cuda_graph_uses_nothing_from_outside(quantized, scope):
+def test_a_cuda_graph_uses_nothing_from_outside(quantized_shapes, scope):
     """The layers have seen the static input before; a replay must quantize what is in it then."""
     layers = [mxrl.nn.QuantizedLinear(64, 64, recipe="mxfp4", device="cuda", dtype=BF16) for _ in range(3)]
     x = torch.randn(16, 64, device="cuda", dtype=BF16)
     with torch.no_grad():
         for layer in layers:
             layer(x)
-        quantized.clear()
+        quantized_shapes.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph), share_activations() if scope else contextlib.nullcontext():
             y = layers[0](x) + layers[1](x) + layers[2](x)
-        assert quantized.count((16, 64)) == (1 if scope else 3)
+        assert quantized_shapes.count((16, 64)) == (1 if scope else 3)
         for _ in range(3):
             x.copy_(torch.randn(16, 64))
             graph.replay()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mxrl
 from mxrl.corrections import aqn_sigma, philox_normal
-from mxrl.nn import RolloutError, aqn_noise, master_matrices, operands, quantized_layers, rollout_weights
+from mxrl.nn import RolloutError, aqn_noise, master_matrices, quantized_layers, rollout_weights
 from mxrl.recipes import RecipeError
 
 
@@ -42,20 +42,6 @@ def held_matrices(model: nn.Module) -> dict[str, Tensor]:
 
 def blocked_dim(name: str) -> int:
     return -2 if name.endswith(("gate_up_proj", "down_proj")) else -1  # gpt-oss: no ".weight"
-
-
-@pytest.fixture
-def quantized_shapes(monkeypatch):
-    """The shapes of everything that is quantized from here on."""
-    shapes: list[tuple[int, ...]] = []
-    real = operands.fake_quantize
-
-    def counting(x, *args, **kwargs):
-        shapes.append(tuple(x.shape))
-        return real(x, *args, **kwargs)
-
-    monkeypatch.setattr(operands, "fake_quantize", counting)
-    return shapes
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])

@@ -6,32 +6,24 @@ the cases of one dtype are rows of one tensor.
 
 from __future__ import annotations
 
-import functools
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 pytest.importorskip("triton")
 
-from edge_cases import edge_cases, known_bytes  # noqa: E402
-from oracles.bits import assert_same  # noqa: E402
+from edge_cases import known_bytes
+from fused_cases import tensor_scale
+from oracles.bits import assert_same
+from triton_cases import CUDA, DEVICE, DTYPES, edge_rows, on_device
 
-from mxrl import Recipe  # noqa: E402
-from mxrl.ops import pack as reference  # noqa: E402
-from mxrl.ops.pack_triton import PACK, pack, unpack, unsupported  # noqa: E402
-from mxrl.ops.qdq import finite_amax  # noqa: E402
-from mxrl.ops.qdq_triton import Config  # noqa: E402
-from mxrl.scaling import nvfp4_tensor_scale  # noqa: E402
+from mxrl import Recipe
+from mxrl.ops import pack as reference
+from mxrl.ops.pack_triton import PACK, pack, unpack, unsupported
+from mxrl.ops.qdq_triton import Config
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: overflow is meant
 
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGE = None if CUDA else Config(1 << 15, 4)
 RECIPES = (
     "mxfp4", "mxfp4:floor", "mxfp4:even", "mxfp4:e8m1", "mxfp4:e8m3", "mxfp4:e8m8", "mxfp8", "nvfp4", "nvfp4:4over6",
@@ -40,26 +32,10 @@ RECIPES = (
 )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4)
-def edge_rows(dtype: torch.dtype) -> Tensor:
-    """Every edge case as rows of 165 elements (odd, two macro-blocks, the second ragged): [1, R, 165]."""
-    rows = [x.reshape(-1, x.shape[-1])[:, :165] for _, x in edge_cases(dtype) if x.numel()]
-    return torch.cat([torch.nn.functional.pad(row, (0, 165 - row.shape[1])) for row in rows])[None]
-
-
-def scale_of(x_ABK: Tensor, recipe: Recipe) -> Tensor | None:
-    return nvfp4_tensor_scale(finite_amax(x_ABK, recipe), recipe.rule) if recipe.base == "nvfp4" else None
-
-
-def on_device(x: Tensor) -> Tensor:
-    """x with its strides, on DEVICE."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)
-
-
 def check(x_ABK: Tensor, text: str, config: Config | None = LARGE, out_dtypes: tuple[torch.dtype, ...] = ()) -> None:
     """Every field as the reference has it, and the values back in x's dtype and `out_dtypes`."""
     recipe = Recipe.parse(text)
-    scale = scale_of(x_ABK, recipe)
+    scale = tensor_scale(x_ABK, recipe)
     there, scale_there = on_device(x_ABK), None if scale is None else scale.to(DEVICE)
     want = reference.pack(x_ABK, recipe, scale)
     got = pack(there, recipe, scale_there, config=config)

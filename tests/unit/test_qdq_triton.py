@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 from edge_cases import edge_cases  # noqa: E402
 from oracles.bits import assert_same, oracle  # noqa: E402
+from triton_cases import CUDA, DEVICE, DTYPES  # noqa: E402
 
 from mxrl import Recipe  # noqa: E402
 from mxrl.corrections import mbs_align, philox_normal  # noqa: E402
@@ -34,8 +31,6 @@ from mxrl.scaling import nvfp4_tensor_scale  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: overflow is meant
 
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RULES = ("ceil", "floor", "even", "ideal", *(f"e8m{k}" for k in ((1, 3, 8) if CUDA else range(1, 9))))  # compiling
 PLAIN = (*(f"mxfp4:{rule}" for rule in RULES), "nvfp4", "nvfp4:4over6", "mxfp8")
 CORRECTED = (

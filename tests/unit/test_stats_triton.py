@@ -7,47 +7,32 @@ those are tried by both ways, and by every pair of a maximum's and an element's 
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 pytest.importorskip("triton")
 
-from edge_cases import edge_cases  # noqa: E402
+from fused_cases import tensor_scale
+from triton_cases import CUDA, DEVICE, DTYPES, edge_rows, on_device
 
-from mxrl import ErrorStats, Recipe  # noqa: E402
-from mxrl.ops import stats as reference  # noqa: E402
-from mxrl.ops import stats_fast_triton as fast  # noqa: E402
-from mxrl.ops.qdq import finite_amax  # noqa: E402
-from mxrl.ops.qdq_triton import Config  # noqa: E402
-from mxrl.ops.stats_triton import fields, launch, stats, unsupported  # noqa: E402
-from mxrl.scaling import nvfp4_tensor_scale  # noqa: E402
+from mxrl import ErrorStats, Recipe
+from mxrl.ops import stats as reference
+from mxrl.ops import stats_fast_triton as fast
+from mxrl.ops.qdq_triton import Config
+from mxrl.ops.stats_triton import fields, launch, stats, unsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: overflow is meant
 
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CUT: dict[str, Any] = {} if CUDA else {"config": Config(1 << 14, 4), "programs": 3}
 SHORT = ("mxfp4", "mxfp4:e8m1", "mxfp4:e8m3", "mxfp4:e8m8")
 RECIPES = (
     *SHORT, "mxfp4:floor", "mxfp4:even", "mxfp4:ideal", "mxfp8", "nvfp4", "nvfp4:4over6", "mxfp4+of",
     "mxfp4:floor+of:1", "mxfp4+mbs", "mxfp4:ideal+mbs+of:0.3", "mxfp4:e8m2+mbs+macro=64",
 )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4)
-def edge_rows(dtype: torch.dtype) -> Tensor:
-    """Every edge case as rows of 165 elements (two macro-blocks, the second ragged): [1, R, 165]."""
-    rows = [x.reshape(-1, x.shape[-1])[:, :165] for _, x in edge_cases(dtype) if x.numel()]
-    return torch.cat([torch.nn.functional.pad(row, (0, 165 - row.shape[1])) for row in rows])[None]
 
 
 def ordinary(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -81,8 +66,8 @@ def by_triton(x_ABK: Tensor, recipe: Recipe, scale: Tensor | None, foreign: Tens
 
 def compare(x_ABK: Tensor, text: str, foreign: Tensor | None = None, **options: Any) -> dict[str, Any]:
     recipe = Recipe.parse(text)
-    scale = nvfp4_tensor_scale(finite_amax(x_ABK, recipe), recipe.rule) if recipe.base == "nvfp4" else None
-    there = torch.empty_strided(x_ABK.shape, x_ABK.stride(), dtype=x_ABK.dtype, device=DEVICE).copy_(x_ABK)
+    scale = tensor_scale(x_ABK, recipe)
+    there = on_device(x_ABK)
     got = by_triton(there, recipe, scale, foreign, **options)
     check(got, reference.stats(x_ABK, recipe, foreign, scale), f"{text} {x_ABK.dtype} {options}")
     return got
