@@ -281,7 +281,7 @@ def counters(rows: list[Row]) -> Iterator[str]:
 
 
 # An H200: SMs · clock in GHz; what an SM starts in a cycle; the copy's and the fastest read's bandwidth in bytes a ns
-H200_CYCLES, COPY, READ = 132 * 1.98, 4150, 4000
+H200_CYCLES, COPY, READ = 132 * 1.98, 4150, {2: 3460, 4: 3920}  # the read: by an element's bytes
 ISSUE = {"instructions": 128, "half_rate": 64, "float64": 64, "conversions": 16}
 
 
@@ -292,7 +292,7 @@ def instructions(rows: list[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         size = 2 if row["dtype"] == "bfloat16" else 4
-        left = size / READ if row["op"].startswith("stats") else 2 * size / COPY
+        left = size / READ[size] if row["op"].startswith("stats") else 2 * size / COPY
         needed = max(row[kind] / rate for kind, rate in ISSUE.items())
         counts = " | ".join(f"{row[kind]:.1f}" for kind in ISSUE)
         allows = min(1, left * H200_CYCLES / needed)

@@ -7,9 +7,9 @@ Legend: B prompts, S slots (rows decoded together), P prompt tokens, C most new 
 
 One *step* is the model's own forward pass over one token a slot (so quantized layers, held rollout weights, LoRA and
 autocast work as ever), and one draw a row (`ops/sample.py`), which takes its log-probability along. All that a step
-reads and writes stays where it is, so on CUDA it is captured once and then replayed: about 900 kernels for a 24-layer
-model, without the 15 ms that launching them one by one takes. The capture belongs to one call, since a rollout's
-weights do; the GPU works on the prefill meanwhile. The host looks at the flags of the steps *before* those that it just
+reads and writes stays where it is, so on CUDA it is captured once and then replayed: hundreds of kernels, whose launches
+one by one would take longer than they do. The capture belongs to one call, since a rollout's weights do; the GPU works
+on the prefill meanwhile. The host looks at the flags of the steps *before* those that it just
 launched, so the GPU never waits for it.
 
 A prompt's last token is not prefilled but decoded: every token is drawn in the same code from the same kernels, and
@@ -50,7 +50,7 @@ from mxrl.rl.engine_state import Completions, Out, State, Timing
 
 LOOK_EVERY = {"cuda": 4}  # steps between two looks at the flags; elsewhere one, since looking is free
 PREFILL_TOKENS = 32768  # of a forward pass, padding included: enough to fill a GPU, and bounded activations
-WORTH_A_CAPTURE = 64  # steps still to come for which a graph of fewer slots is captured: about a tenth of a second
+WORTH_A_CAPTURE = 64  # steps still to come for which a graph of fewer slots is captured
 MEMORY_SHARE = 0.5  # of the free memory, for keys and values and logits where the number of slots is ours to choose
 
 _pools: dict[torch.device, tuple[Any, torch.cuda.CUDAGraph]] = {}
