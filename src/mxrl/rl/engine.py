@@ -7,10 +7,10 @@ Legend: B prompts, S slots (rows decoded together), P prompt tokens, C most new 
 
 One *step* is the model's own forward pass over one token a slot (so quantized layers, held rollout weights, LoRA and
 autocast work as ever), and one draw a row (`ops/sample.py`), which takes its log-probability along. All that a step
-reads and writes stays where it is, so on CUDA it is captured once and then replayed: hundreds of kernels, whose launches
-one by one would take longer than they do. The capture belongs to one call, since a rollout's weights do; the GPU works
-on the prefill meanwhile. The host looks at the flags of the steps *before* those that it just
-launched, so the GPU never waits for it.
+reads and writes stays where it is, so on CUDA it is captured once and then replayed: hundreds of kernels, whose
+launches one by one would take longer than they do. The capture belongs to one call, since a rollout's weights do; the
+GPU works on the prefill meanwhile. The host looks at the flags of the steps *before* those that it just launched, so
+the GPU never waits for it.
 
 A prompt's last token is not prefilled but decoded: every token is drawn in the same code from the same kernels, and
 only a row's last logits are ever made. Rows with the same prompt are prefilled once.
