@@ -2,6 +2,7 @@
 # Tests and benchmarks on a machine with a CUDA GPU, at most nine minutes in all; results go to $OUT (default ./out/gpu).
 #
 #   bash benchmarks/run_gpu.sh [tests] [kernels] [train] [rollout] [counters]      default: the first four, in this order
+#   bash benchmarks/run_gpu.sh rank_tests ranks scan                               on a host with two GPUs
 #
 # On a machine that reaches no package index: wheels of what its Python lacks lie in .whl/ and go to /tmp/site; those of
 # the other libraries lie in .whl/peers/ and go to /tmp/peers, which only the kernels' part sees. MXRL_COMMIT names the
@@ -53,12 +54,20 @@ for name in "$@"; do
       part rollout 120 env MXRL_BACKEND=triton python3 benchmarks/bench_rollout.py --device cuda --out "$OUT/rollout_cuda.jsonl"
       tail -n 30 "$OUT/rollout.txt" | cut -c1-200
       ;;
+    rank_tests)
+      part rank_tests 300 python3 -m pytest -p no:cacheprovider --tb=short --durations=8 -v tests/integration/test_ranks.py
+      grep -v "Failed to load" "$OUT/rank_tests.txt" | tail -n 40 | cut -c1-200
+      ;;
+    ranks)
+      part ranks 420 env MXRL_BACKEND=triton python3 benchmarks/bench_ranks.py --out "$OUT/ranks_cuda.jsonl" ${RANKS:-}
+      grep -E "tokens/s|rror|written" "$OUT/ranks.txt" | cut -c1-250 | tail -n 40
+      ;;
     counters)
       part counters 120 python3 benchmarks/counters.py --out "$OUT/counters_cuda.jsonl"
       tail -n 40 "$OUT/counters.txt" | cut -c1-200
       ;;
     *)
-      echo "run_gpu.sh: unknown part '$name'; possible: tests kernels train rollout counters" >&2
+      echo "run_gpu.sh: unknown part '$name'; possible: tests kernels train rollout rank_tests ranks scan counters" >&2
       exit 2
       ;;
   esac

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import RANKS, sharded, spawn
 from tiny_models import tiny_model, tokens
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import mxrl
 from mxrl.nn import RolloutError, aqn_noise, quantized_layers, rollout_weights, shared_weights
 from mxrl.nn.layers import full_tensor
 
-RANKS = 2
 FAMILIES = ("qwen3", "gpt_oss")
 RECIPE = "mxfp4+mbs+of+aqn"
 NORM_RECIPE = "mxfp4+aqn+aqn_target=norm"
@@ -103,48 +101,31 @@ def build(family: str) -> nn.Module:
     return model
 
 
-def worker(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+def work(rank: int, mesh: Any, folder: Path) -> None:
     part = BATCH.chunk(RANKS)[rank]
+    # float32 master weights, gathered in bf16
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for family in FAMILIES:
-        model = build(family)
-        for block in model.model.layers:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        torch.save(measure(model, part), Path(folder) / f"{family}.{rank}.pt")
+        torch.save(measure(sharded(build(family), mesh), part), folder / f"{family}.{rank}.pt")
 
-        model = build(family)  # float32 master weights, gathered in bf16
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.model.layers:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        model = sharded(build(family), mesh, mp_policy=policy)
         with torch.no_grad():
             logits = model(part).logits
             with rollout_weights(model, dtype=torch.bfloat16):
                 in_rollout = model(part).logits
-        torch.save({"logits": logits, "rollout": in_rollout}, Path(folder) / f"{family}.bf16.{rank}.pt")
+        torch.save({"logits": logits, "rollout": in_rollout}, folder / f"{family}.bf16.{rank}.pt")
 
     for name, family, mixed in SHARED:
         for share in (False, True):
-            model = build(family)
-            options = {"mp_policy": policy} if mixed else {}
-            for block in model.model.layers:
-                fully_shard(block, mesh=mesh, **options)
-            fully_shard(model, mesh=mesh, **options)
+            model = sharded(build(family), mesh, **({"mp_policy": policy} if mixed else {}))
             model.mixed = mixed
-            torch.save(train(model, part, share), Path(folder) / f"{name}.{share}.{rank}.pt")
-    dist.destroy_process_group()
+            torch.save(train(model, part, share), folder / f"{name}.{share}.{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("fsdp2")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(worker, (port, str(folder)), nprocs=RANKS)
+    spawn(work, folder)
     return folder
 
 

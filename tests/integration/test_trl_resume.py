@@ -5,7 +5,7 @@ import torch
 from tiny_grpo import steps, tiny_trainer
 from transformers import TrainerCallback
 
-from mxrl.integrations.trl import complete_checkpoints
+from mxrl.integrations.trl_shards import complete_checkpoints
 
 TIMES = ("time/", "speed/", "step_time", "train_runtime")
 
@@ -36,6 +36,7 @@ CASES = {
     "killed inside a rollout's updates": {
         "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2,
     },
+    "experts": {"kind": "moe"},
     "several epochs": {"rows": 8},  # 4 prompts a step: the checkpoint is in the middle of the second epoch
 }  # fmt: skip
 

@@ -196,6 +196,29 @@ def test_more_prompts_leave_the_first_ones_as_they_are(model):
     assert few.completions() == many.completions()[:4]
 
 
+@pytest.mark.parametrize("engine", ["slots", "generate"])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_several_calls_draw_the_rows_of_one(model, engine, greedy):
+    """As several processes do: one seed, and first_row the number of rows before."""
+    options = {"engine": engine, "greedy": greedy, "max_new_tokens": 20}
+    whole = draw(model, **options).completions()
+    assert [draw(model, PROMPTS[i:j], first_row=i, **options).completions() for i, j in ((0, 3), (3, 4), (4, 10))] == [
+        whole[:3], whole[3:4], whole[4:],
+    ]  # fmt: skip
+    assert (draw(model, PROMPTS[4:], **options).completions() == whole[4:]) == greedy
+    with pytest.raises(ValueError, match="first_row=-1 must be at least 0"):
+        draw(model, first_row=-1, **options)
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_generate_draws_by_the_same_rule(model, size):
+    """One definition of a draw, so that what decodes it, and how many beside it, decides nothing."""
+    ours = draw(model, temperature=1.2, max_new_tokens=20)
+    theirs = draw(model, temperature=1.2, max_new_tokens=20, engine="generate", batch_size=size)
+    assert len({len(row) for row in ours.completions()}) > 1 and (ours.argmax != ours.completion_ids).any()
+    assert_same_draw(ours, theirs)
+
+
 def test_rollout_weights_and_autocast(model):
     converted = build_policy("dense", size="tiny", seed=3, vocab_size=50)
     mxrl.convert(converted, "mxfp4+mbs")

@@ -26,8 +26,9 @@ def draw(model, prompts=PROMPTS, **options):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 @pytest.mark.parametrize("greedy", [False, True])
-def test_recorded_logps_equal_a_full_pass(model, temperature, greedy):
-    got = draw(model, PROMPTS * 4, temperature=temperature, greedy=greedy)
+@pytest.mark.parametrize("engine", ["slots", "generate"])
+def test_recorded_logps_equal_a_full_pass(model, temperature, greedy, engine):
+    got = draw(model, PROMPTS * 4, temperature=temperature, greedy=greedy, engine=engine)
     full = score(model, *got.inputs(), got.completion_ids.shape[1], temperature=temperature, chunk=5)
     mask = got.completion_mask
     assert 0 < got.tokens == int(mask.sum())
@@ -87,12 +88,13 @@ def test_batches_give_one_rollout(model):
     torch.testing.assert_close(got.logps[mask], full.logps[mask], rtol=0, atol=NOISE)
 
 
-def test_a_models_own_sampling_defaults_stay_out(model):
+@pytest.mark.parametrize("engine", ["slots", "generate"])
+def test_a_models_own_sampling_defaults_stay_out(model, engine):
     """Qwen's generation_config has top_k = 20, top_p = .8; top_k = 1 would make every draw the argmax."""
     own = model.generation_config
     model.generation_config = GenerationConfig(top_k=1, top_p=0.1, min_p=0.9, repetition_penalty=5.0, do_sample=True)
     try:
-        got = draw(model, PROMPTS * 20)
+        got = draw(model, PROMPTS * 20, engine=engine)
         assert (got.argmax != got.completion_ids)[got.completion_mask].any()
         full = score(model, *got.inputs(), got.completion_ids.shape[1])
         torch.testing.assert_close(got.logps[got.completion_mask], full.logps[got.completion_mask], rtol=0, atol=NOISE)
@@ -101,10 +103,11 @@ def test_a_models_own_sampling_defaults_stay_out(model):
         model.generation_config = own
 
 
-def test_tokens_come_from_the_recorded_distribution(model):
+@pytest.mark.parametrize("engine", ["slots", "generate"])
+def test_tokens_come_from_the_recorded_distribution(model, engine):
     """4000 first tokens after one prompt against the exact probabilities (seeded; 4 standard errors)."""
     n = 4000
-    got = draw(model, [PROMPTS[0]] * n, max_new_tokens=1, temperature=1.3)
+    got = draw(model, [PROMPTS[0]] * n, max_new_tokens=1, temperature=1.3, engine=engine)
     model.eval()
     with torch.no_grad():
         p = (model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1] / 1.3).softmax(-1)

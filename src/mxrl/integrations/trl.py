@@ -12,27 +12,28 @@ One step, and where this module comes in:
 TRL computes importance weights for vLLM only. So the trainer is built without vLLM, and then given an object with
 vLLM's two methods (`sync_weights`, `generate`). That leans on TRL's internals, all of it here and in trl_rollout.py;
 what must hold of them is checked in trl_contract.py, and another minor version of TRL is refused if anything moved.
+Sharding over several processes and checkpoints are in trl_shards.py.
 
-Randomness. Everything drawn for a rollout comes from (seed, rollout batch, rank), AQN's noise from (seed, rollout,
-parameter name): a run that resumes draws what it would have drawn, and two recipes with one seed see the same prompts.
+Randomness. Everything drawn for a rollout comes from (seed, rollout batch, row of the whole batch), AQN's noise from
+(seed, rollout, parameter name): a run that resumes draws what it would have drawn, two recipes with one seed see the
+same prompts, and several processes draw what one would.
+
+Several processes (trl_shards.py): the model is sharded, each process decodes its share of the prompts on an unsharded
+replica of quantized weights, and TRL gathers rewards, advantages and token counts over all of them.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_config import GRPOConfig as TrlConfig
-from trl.trainer.grpo_trainer import GRPOTrainer as TrlTrainer
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
 import mxrl
@@ -44,12 +45,14 @@ from mxrl.integrations.trl_rollout import (
     QuantizedRollout,
     derived_seed,
     real_positions,
+    seeded,
     without_autocast,
 )
+from mxrl.integrations.trl_shards import ShardedTrainer, check_sharding
 from mxrl.nn import rollout_weights, shared_weights
 from mxrl.nn.weights import Noise, RolloutReport
 from mxrl.recipes import Recipe
-from mxrl.rl.engine_generate import left_pad, seeded
+from mxrl.rl.engine_generate import left_pad
 from mxrl.rl.gap import gap_stats
 from mxrl.rl.monitor import distinct, logit_noise, weight_stats
 from mxrl.rl.policy import resolve_model
@@ -60,7 +63,6 @@ from mxrl.rl.rollout import (
 )
 from mxrl.rl.steps import StepRecord
 
-STATE_FILE = "mxrl_state"  # in every checkpoint; written last, so a checkpoint that has it is complete
 SCORES = ("decode", "forward")
 DECODE_ROWS = 32  # sequences of a rollout that the monitor scores again by a full pass
 
@@ -69,7 +71,7 @@ class NonFiniteError(RuntimeError):
     """The loss or the gradient is NaN or infinite; the message says at which step and what was measured there."""
 
 
-class GRPOTrainer(TrlTrainer):
+class GRPOTrainer(ShardedTrainer):
     """trl.GRPOTrainer whose policy is quantized as `recipe` says, in rollout and in training.
 
     model: as TRL takes it (a model, a folder, a hub id), or "policy:dense" / "policy:moe", the shipped policies.
@@ -123,6 +125,7 @@ class GRPOTrainer(TrlTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = GRPOConfig(f"{name.split('/')[-1]}-GRPO")
         pin(args, kwargs)
+        check_sharding(args)
         args.logging_nan_inf_filter = False  # it would replace a NaN loss by an average; ours stops
         self.recipe = Recipe.parse(recipe)
         self.score, self.answer_of, self.contexts = score, answer_of, contexts
@@ -189,21 +192,36 @@ class GRPOTrainer(TrlTrainer):
 
     @contextmanager
     def rollout_policy(self, noise: Noise | None = None) -> Iterator[tuple[Any, RolloutReport]]:
-        """(model, report): inside, the model's quantized weights are computed once, under the run's autocast."""
+        """(model, report): inside, the model's quantized weights are computed once, under the run's autocast.
+
+        Of a sharded model it is the replica, and every process has to enter.
+        """
         model = self.accelerator.unwrap_model(self.model_wrapped)
-        with self.accelerator.autocast(), rollout_weights(model, noise, dtype=self.compute_dtype) as report:
-            yield model, report
+        dtype = self.compute_dtype
+        policy = model if self.replica is None else self.replica.model
+        with self.accelerator.autocast(), ExitStack() as block:
+            with self.record.phase("sync"):
+                held = (
+                    rollout_weights(model, noise, dtype=dtype)
+                    if self.replica is None
+                    else self.replica.filled(model, noise, dtype=dtype)
+                )
+                report = block.enter_context(held)
+            yield policy, report
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """What is drawn here (tokens, the batch's shuffle) is a function of the seed and the place in the run."""
+        """What is drawn here (tokens, the batch's shuffle) is a function of the seed and the place in the run.
+
+        The seed is the same in every process: `QuantizedRollout.generate` says which rows of the batch are its own.
+        """
         mode = "train" if self.model.training else "eval"
-        place = (
-            self._step if mode == "train" else (self.state.global_step, len(self._metrics["eval"].get("reward", ())))
-        )
-        with seeded(derived_seed(self.args.seed, mode, place, self.accelerator.process_index), self.accelerator.device):
+        # the rollout's number, not TRL's count of micro-batches, which their size and the processes change
+        rollout = self._step // (self.args.steps_per_generation * self.num_iterations)
+        place = rollout if mode == "train" else (self.state.global_step, len(self._metrics["eval"].get("reward", ())))
+        with seeded(derived_seed(self.args.seed, mode, place), self.accelerator.device):
             return super()._prepare_inputs(generation_batch)
 
-    def _score_as_training(self, inputs: tuple[Tensor, Tensor], length: int) -> Tensor:
+    def _score_as_training(self, model: Any, inputs: tuple[Tensor, Tensor], length: int) -> Tensor:
         """Log-probabilities by TRL's own pass, in the shapes and batches in which it will score them again."""
         ids, mask = inputs
         if self.pad_to_multiple_of:
@@ -213,16 +231,18 @@ class GRPOTrainer(TrlTrainer):
             mask = nn.functional.pad(mask, (left, right), value=0)
             length += right
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            return self._get_per_token_logps_and_entropies(self.model, ids, mask, length, batch_size=size)[0]
+        with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
+            return self._get_per_token_logps_and_entropies(model, ids, mask, length, batch_size=size)[0]
 
     def _rollout_drawn(self, model: Any, rollout: Any, report: RolloutReport) -> None:
         """Metrics that need the rollout's own weights, which are dropped right after."""
         t, total = self.vllm_generation.rollout, self.total_rollouts
+        drawn = torch.stack([rollout.entropies.double().sum(), rollout.completion_mask.sum().double()])
+        nats, tokens = self.accelerator.reduce(drawn, reduction="sum").tolist()
         own = {
             "rollout": float(t),
-            "rollout/entropy": rollout.entropy,
-            "rollout/tokens": float(rollout.tokens),
+            "rollout/entropy": nats / max(tokens, 1.0),
+            "rollout/tokens": tokens,
             "aqn/sigma": aqn_sigma(min(t, total - 1), total, *self.recipe.aqn) if self.recipe.aqn else 0.0,
             "aqn/effective_sigma": report.effective_sigma,
         }
@@ -248,7 +268,7 @@ class GRPOTrainer(TrlTrainer):
         if train is None:  # importance sampling is switched off: TRL didn't need it
             ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
             mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-            train = self._score_as_training((ids, mask), output["completion_ids"].shape[1])
+            train = self._score_as_training(self.model, (ids, mask), output["completion_ids"].shape[1])
         cap = self.args.vllm_importance_sampling_clip_max
         stats = gap_stats(
             train, output["sampling_per_token_logps"], output["completion_mask"], cap=math.inf if cap is None else cap
@@ -290,7 +310,8 @@ class GRPOTrainer(TrlTrainer):
         if len(completions) % group == 0:
             texts = [text_of(c) for c in completions]
             answers = [self.answer_of(t) for t in texts] if self.answer_of else texts
-            self._metrics[mode]["group/distinct_answers"].append(distinct(answers, group))
+            counts = gather_object([distinct(answers, group)])  # every process has as many groups
+            self._metrics[mode]["group/distinct_answers"].append(sum(counts) / len(counts))
         return rewards
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,49 +359,7 @@ class GRPOTrainer(TrlTrainer):
             norm = logs.get("grad_norm")
             if norm is not None and not math.isfinite(norm):
                 raise NonFiniteError(self._diagnosis("gradient norm", float(norm)))
+            if self.accelerator.num_processes > 1:
+                self.record.slowest(gather_object([self.record.seconds]))
             logs.update(self.record.metrics(self._metrics["train"]))
         super().log(logs, start_time)
-
-    # --- checkpoints ---
-
-    def _state_path(self, checkpoint: str | Path) -> Path:
-        return Path(checkpoint) / f"{STATE_FILE}-{self.accelerator.process_index}.pt"
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        generate_every = self.args.steps_per_generation * self.num_iterations
-        state = {
-            "recipe": str(self.recipe),
-            "rollout": self.vllm_generation.rollout,
-            "synced_step": self.vllm_generation.synced_step,
-            "step": self._step,
-            # Samples that are still to be trained on; between two rollouts there are none.
-            "buffered": self._buffered_inputs if self._step % generate_every else None,
-            "own": self.record.rollout,
-            "carried": self.record.carried,
-        }
-        folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        path = self._state_path(os.path.join(self._get_output_dir(trial=trial), folder))
-        torch.save(state, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        path = self._state_path(checkpoint)
-        if not path.is_file():
-            raise RuntimeError(f"{checkpoint} is no complete checkpoint of mxrl's trainer ({path.name} is missing)")
-        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-        if state["recipe"] != str(self.recipe):
-            raise RuntimeError(f"{checkpoint} is of recipe {state['recipe']}, this run's is {self.recipe}")
-        self.vllm_generation.rollout, self.vllm_generation.synced_step = state["rollout"], state["synced_step"]
-        self._last_loaded_step, self._step = state["synced_step"], state["step"]
-        self.record.rollout, self.record.carried = state["own"], state["carried"]
-        self._buffered_inputs = state["buffered"]
-
-
-def complete_checkpoints(folder: str | Path) -> list[Path]:
-    """Checkpoints under `folder` that were written to the end, oldest first."""
-    found = [p for p in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (p / f"{STATE_FILE}-0.pt").is_file()]
-    return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))

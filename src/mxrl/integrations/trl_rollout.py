@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,10 +60,11 @@ class QuantizedRollout:
                     pad_token_id=trainer._tokenizer.pad_token_id,
                     temperature=trainer.temperature,
                     batch_size=trainer.rollout_batch_size,
+                    first_row=trainer.accelerator.process_index * len(prompts),
                 )
                 logps = rollout.logps
                 if trainer.score == "forward":
-                    logps = trainer._score_as_training(rollout.inputs(), rollout.completion_ids.shape[1])
+                    logps = trainer._score_as_training(model, rollout.inputs(), rollout.completion_ids.shape[1])
                 if training:
                     trainer._rollout_drawn(model, rollout, report)
         if not training:
@@ -86,6 +88,19 @@ class EpochRepeatSampler(RepeatSampler):
         return super().__iter__()
 
 
+@contextmanager
+def seeded(seed: int | None, device: torch.device | str) -> Iterator[None]:
+    """Draw from `seed` inside, and leave the global generators (CPU, and the device's) as they were."""
+    if seed is None:
+        yield
+        return
+    device = torch.device(device)
+    cuda = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(seed)
+        yield
+
+
 def derived_seed(*parts: object) -> int:
     """63 bits from any values, the same in every process and run."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
@@ -102,10 +117,9 @@ def real_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple
 
 def without_autocast(head: nn.Module) -> None:
     """TRL's float32 head runs under autocast while decoding, and in bf16 therefore; in training it doesn't."""
-    forward = head.forward
 
-    def plain(hidden: Tensor) -> Tensor:
+    def plain(self: nn.Module, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            return forward(hidden)
+            return type(self).forward(self, hidden)
 
-    head.forward = plain  # type: ignore[method-assign]
+    head.forward = MethodType(plain, head)  # type: ignore[method-assign]

@@ -1,7 +1,8 @@
 """Quantized layers that train: `convert` a model, `rollout_weights` while it generates.
 
 Read linear.py first (the layer and its gradients), then activations.py (what layers share), grouped.py and experts.py
-(MoE), convert.py, weights.py (shared by a step, held by a rollout, AQN), saved.py (bytes kept for backward).
+(MoE), convert.py, weights.py (shared by a step, held by a rollout, AQN), saved.py (bytes kept for backward); shard.py
+and replica.py (several processes).
 """
 
 from mxrl.nn.activations import forget_activations, share_activations
@@ -9,7 +10,9 @@ from mxrl.nn.convert import ConversionReport, ConvertError, convert
 from mxrl.nn.layers import canonical_name, master_matrices, quantized_layers
 from mxrl.nn.linear import QuantizedLinear, quantized_linear
 from mxrl.nn.operands import Operands, RolloutError
+from mxrl.nn.replica import Replica
 from mxrl.nn.saved import SavedBytes, saved_bytes
+from mxrl.nn.shard import shard
 from mxrl.nn.weights import AqnNoise, RolloutReport, SharedWeights, aqn_noise, rollout_weights, shared_weights
 
 __all__ = [
@@ -18,6 +21,7 @@ __all__ = [
     "ConvertError",
     "Operands",
     "QuantizedLinear",
+    "Replica",
     "RolloutError",
     "RolloutReport",
     "SavedBytes",
@@ -31,6 +35,7 @@ __all__ = [
     "quantized_linear",
     "rollout_weights",
     "saved_bytes",
+    "shard",
     "share_activations",
     "shared_weights",
 ]

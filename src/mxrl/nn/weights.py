@@ -15,7 +15,7 @@ n = σ_t · RMS(w) · z, added in float32 to the master weight. z is a function 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mxrl.corrections import aqn_sigma, noise_key, philox_normal
 from mxrl.nn.layers import QuantizedLayer, canonical_name, full_tensor, quantized_layers
 from mxrl.nn.operands import HeldWeight, RolloutError, SharedWeight, compute_dtype
+from mxrl.nn.shard import whole
 from mxrl.quantize import fake_quantize_noisy
 from mxrl.recipes import Recipe, RecipeError
 
@@ -81,6 +82,10 @@ class RolloutReport:
 
     sigma: float | None = None  # σ_t; None where the noise is not AQN's, or there is none
     layers: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, noise: Noise | None) -> RolloutReport:
+        return cls(noise.sigma if isinstance(noise, AqnNoise) else None)
 
     @property
     def effective_sigma(self) -> float:
@@ -178,45 +183,36 @@ def rollout_weights(
     noise: None, `aqn_noise(...)`, or any callable (canonical name, master weight) -> float32 noise of its shape, added
         before quantization. dtype: of the forward pass; by default autocast's where it is on, else each weight's own.
     The held weights are in no state dict and are dropped at the end, and the master weights stay as they are. Under
-    FSDP2 every rank enters, and holds the full quantized weights.
+    FSDP2 every rank enters, and holds the full quantized weights; a forward pass still gathers the others, so ranks
+    must make the same passes (`Replica` is for those that don't).
     Raises RolloutError for a model without converted layers, a rollout inside a rollout, weights that change inside
     (by an optimizer's step or in place; writes through `.data` are not seen).
     """
-    layers = list(quantized_layers(model))
-    if not layers:
-        raise RolloutError(f"rollout_weights: {type(model).__name__} has no converted layer; call mxrl.convert first")
-    if any(layer.holds for layer in layers):
-        raise RolloutError("rollout_weights: this model is already inside rollout_weights")
+    layers = layers_to_hold(model, "rollout_weights")
     reshard(model)
-    on_norms = isinstance(noise, AqnNoise) and noise.recipe.aqn_target == "norm"
-    report = RolloutReport(noise.sigma if isinstance(noise, AqnNoise) else None)
+    report = RolloutReport.of(noise)
     norms: list[_NoisedNorm] = []
-    held: list[HeldWeight] = []
-    hook = register_optimizer_step_post_hook(_count_versions)
     try:
-        with torch.no_grad():
-            if on_norms and noise is not None:
-                for name, parameter in _block_norms(model):
-                    norms.append(_NoisedNorm.apply(name, parameter, noise, report))
-            for layer in layers:
-                for attribute in layer.weights:
-                    weight = _hold(layer, attribute, None if on_norms else noise, dtype, report)
-                    layer.hold(attribute, weight)
-                    held.append(weight)
-        yield report
-        for weight in [*held, *(norm.held for norm in norms)]:
-            weight.check()
+        if noise is not None and on_norms(noise):
+            for name, parameter in block_norms(model):
+                norms.append(_NoisedNorm.apply(name, parameter, noise, report))
+        with holding([(layer, layer) for layer in layers], noise, dtype, report):
+            yield report
+            for norm in norms:
+                norm.held.check()
     finally:
-        hook.remove()
-        for layer in layers:
-            layer.drop()
         for norm in norms:
             norm.restore()
 
 
-def _count_versions(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Fused optimizers write to parameters without counting versions; the check for changed weights needs them."""
-    torch.autograd.graph.increment_version([p for group in optimizer.param_groups for p in group["params"]])
+def layers_to_hold(model: nn.Module, caller: str) -> list[QuantizedLayer]:
+    """The converted layers, none of which holds a weight; RolloutError otherwise."""
+    layers = list(quantized_layers(model))
+    if not layers:
+        raise RolloutError(f"{caller}: {type(model).__name__} has no converted layer; call mxrl.convert first")
+    if any(layer.holds for layer in layers):
+        raise RolloutError(f"{caller}: this model is already inside a rollout's block; leave that one first")
+    return layers
 
 
 def reshard(model: nn.Module) -> None:
@@ -226,12 +222,53 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _hold(
-    layer: QuantizedLayer, attribute: str, noise: Noise | None, dtype: torch.dtype | None, report: RolloutReport
+@contextmanager
+def holding(
+    pairs: Sequence[tuple[QuantizedLayer, QuantizedLayer]],
+    noise: Noise | None,
+    dtype: torch.dtype | None,
+    report: RolloutReport,
+) -> Iterator[list[tuple[QuantizedLayer, str, HeldWeight]]]:
+    """While the block runs, the second layer of each pair holds Q(w [+ noise]) of the first one's master weights.
+
+    Yields (second layer, its parameter's name, what it holds). Sharded master weights are gathered in this order, some
+    at a time (nn/shard.py).
+    Noise on norms is not added here.
+    """
+    held: list[tuple[QuantizedLayer, str, HeldWeight]] = []
+    hook = register_optimizer_step_post_hook(_count_versions)
+    try:
+        with torch.no_grad():
+            todo = [(source, layer, attribute) for source, layer in pairs for attribute in source.weights]
+            masters = whole(source.parameter(attribute) for source, _, attribute in todo)
+            for (source, layer, attribute), master in zip(todo, masters, strict=True):
+                weight = _quantized(source, attribute, master, None if on_norms(noise) else noise, dtype, report)
+                layer.hold(attribute, weight)
+                held.append((layer, attribute, weight))
+        yield held
+        for *_, weight in held:
+            weight.check()
+    finally:
+        hook.remove()
+        for _, layer in pairs:
+            layer.drop()
+
+
+def _count_versions(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Fused optimizers write to parameters without counting versions; the check for changed weights needs them."""
+    torch.autograd.graph.increment_version([p for group in optimizer.param_groups for p in group["params"]])
+
+
+def _quantized(
+    layer: QuantizedLayer,
+    attribute: str,
+    master: Tensor,
+    noise: Noise | None,
+    dtype: torch.dtype | None,
+    report: RolloutReport,
 ) -> HeldWeight:
-    """Q(w) of one stored parameter, with the noise of each matrix in it."""
+    """Q(w) of one stored parameter, whose whole value is `master`, with the noise of each matrix in it."""
     parameter = layer.parameter(attribute)
-    master = full_tensor(parameter)
     dtype = dtype or compute_dtype(master)
     name = f"{layer.name}.{attribute}"
     shared = layer.shared(attribute)
@@ -265,6 +302,20 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def on_norms(noise: Noise | None) -> bool:
+    """Whether the noise goes on the norms' weights, so that the layers hold plain Q(w)."""
+    return isinstance(noise, AqnNoise) and noise.recipe.aqn_target == "norm"
+
+
+@torch.no_grad()
+def noised_norm(name: str, weight: Tensor, noise: Noise, report: RolloutReport) -> Tensor:
+    """cast(w + n) of a norm's whole weight, and what it did in the report."""
+    wide = weight.to(_wide(weight.dtype))
+    noised = (wide + noise(name, weight)).to(weight.dtype)
+    report.layers[name] = (_norm(noised.to(wide.dtype) - wide), _norm(weight))
+    return noised
+
+
 @dataclass
 class _NoisedNorm:
     """A norm's weight with noise on it in place, and what brings it back bit for bit."""
@@ -272,12 +323,10 @@ class _NoisedNorm:
     held: HeldWeight  # for the check that nobody else wrote to it; its value is the original
 
     @classmethod
+    @torch.no_grad()
     def apply(cls, name: str, parameter: nn.Parameter, noise: Noise, report: RolloutReport) -> _NoisedNorm:
-        whole = full_tensor(parameter)
-        wide = whole.to(_wide(whole.dtype))
-        noised = (wide + noise(name, whole)).to(whole.dtype)
+        noised = noised_norm(name, full_tensor(parameter), noise, report)
         original = parameter.detach().clone()
-        report.layers[name] = (_norm(noised.to(wide.dtype) - wide), _norm(whole))
         parameter.copy_(_like(noised, parameter))
         return cls(HeldWeight(name, original, parameter, parameter._version))
 
@@ -293,7 +342,7 @@ def _like(whole: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _block_norms(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def block_norms(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The weights of the RMSNorms that feed the layers: those that are a decoder block's own children.
 
     The norms of queries and keys inside attention, and the model's last norm, feed no converted layer.

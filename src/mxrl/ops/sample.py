@@ -32,14 +32,15 @@ class Drawn(NamedTuple):
     argmax: Tensor
 
 
-def uniforms(seed: int, rows: int, steps: int, device: torch.device | str = "cpu") -> Tensor:
+def uniforms(seed: int, rows: int, steps: int, device: torch.device | str = "cpu", *, first_row: int = 0) -> Tensor:
     """float32 [rows, steps] in (0, 1), each a function of (seed, row, step): Philox4x32-10 at counter (step, row).
 
-    seed: any integer; its lowest 64 bits are the key. Raises ValueError for more than 2^32 rows or steps.
+    seed: any integer; its lowest 64 bits are the key. first_row: the number of the first of these rows. Raises
+    ValueError for more than 2^32 rows or steps.
     """
-    if max(rows, steps) > 1 << 32:
-        raise ValueError(f"uniforms: {rows} rows × {steps} steps are more than a 32-bit counter counts")
-    row = torch.arange(rows, device=device).unsqueeze(1).expand(rows, steps)
+    if max(first_row + rows, steps) > 1 << 32:
+        raise ValueError(f"uniforms: {first_row + rows} rows × {steps} steps are more than a 32-bit counter counts")
+    row = torch.arange(first_row, first_row + rows, device=device).unsqueeze(1).expand(rows, steps)
     step = torch.arange(steps, device=device).expand(rows, steps)
     domain, zero = torch.full_like(row, _DOMAIN), torch.zeros_like(row)
     word = philox4x32((step, row, domain, zero), (seed & _WORD, (seed >> 32) & _WORD))[0]

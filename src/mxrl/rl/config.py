@@ -63,6 +63,7 @@ class TrainConfig:
     precision: str = "auto"  # bf16 (autocast over float32 master weights) on a GPU that has it, else fp32
     lm_head_fp32: bool = False
     gradient_checkpointing: bool = False
+    reshard: bool | None = None  # several processes: gather weights for each pass, not once a step; None: by size
     # measuring and keeping
     eval_every: int = 20  # steps; greedy accuracy on held-out problems, also before and after; 0: only those two
     eval_problems: int = 512  # 0: no evaluation at all
@@ -107,12 +108,26 @@ class TrainConfig:
         """Optimizer steps a step."""
         return self.updates_per_rollout * self.iterations
 
-    def batches(self, device: str) -> tuple[int, int]:
-        """(sequences a forward-backward pass, passes an update): the largest divisor within `micro_batch`."""
+    def batches(self, device: str, processes: int = 1) -> tuple[int, int]:
+        """(sequences a forward-backward pass, passes an update) of each process: as many as `micro_batch` allows.
+
+        Raises ConfigError where the processes can't have equal shares of whole groups.
+        """
+        if self.prompts_per_step % processes:
+            raise ConfigError(
+                f"prompts_per_step={self.prompts_per_step} can't be shared by {processes} processes: "
+                f"use a multiple of {processes}"
+            )
         update = self.sequences // self.updates_per_rollout
-        most = min(update, self.micro_batch or (1024 if device == "cuda" else 64))
-        micro = next(n for n in range(most, 0, -1) if update % n == 0)
-        return micro, update // micro
+        if update % processes:
+            raise ConfigError(
+                f"updates_per_rollout={self.updates_per_rollout} leaves {update} samples an update, which {processes} "
+                "processes can't share; use fewer updates"
+            )
+        share = update // processes
+        most = min(share, self.micro_batch or (1024 if device == "cuda" else 64))
+        micro = next(n for n in range(most, 0, -1) if share % n == 0)
+        return micro, share // micro
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -16,9 +16,9 @@ A prompt's last token is not prefilled but decoded: every token is drawn in the 
 only a row's last logits are ever made. Rows with the same prompt are prefilled once.
 
 The draw is a function of (weights, prompts, seed): the uniform of a token comes from (seed, row, step), not from when
-or beside what it was decoded. A 4-bit activation is blocked within its token, so neighbours don't change it (NVFP4's
-scale is of the whole batch: there they do); what remains is the rounding of GEMMs, whose order depends on the batch's
-shape.
+or beside what it was decoded; rows are counted from `first_row`, so that several processes draw what one does. A 4-bit
+activation is blocked within its token, so neighbours don't change it (NVFP4's scale is of the whole batch: there they
+do); what remains is the rounding of GEMMs, whose order depends on the batch's shape.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Engine:
     seed: int
     slots: int
     device: torch.device
+    first_row: int = 0
     graph: bool = True
     timing: Timing = field(default_factory=Timing)
 
@@ -98,7 +99,8 @@ class Engine:
         self.trash = rows * self.max_new_tokens
         self.uniforms = torch.full((self.trash + 1,), 0.5, device=self.device)  # [B·C + 1] as in Out
         if not self.greedy:
-            self.uniforms[:-1] = sample.uniforms(self.seed, rows, self.max_new_tokens, self.device).view(-1)
+            uniforms = sample.uniforms(self.seed, rows, self.max_new_tokens, self.device, first_row=self.first_row)
+            self.uniforms[:-1] = uniforms.view(-1)
         self.queue = deque(range(rows))
         self.free = list(range(self.slots))
         self.issued: dict[int, int] = {}  # busy slot -> steps launched since it was filled
@@ -325,6 +327,7 @@ def decode(
     greedy: bool,
     seed: int,
     slots: int | None = None,
+    first_row: int = 0,
     graph: bool = True,
     timing: Timing | None = None,
 ) -> Completions:
@@ -336,7 +339,7 @@ def decode(
     device = next(model.parameters()).device
     rows, room = len(prompts), max(map(len, prompts)) + max_new_tokens
     slots = default_slots(model, rows, room) if slots is None else min(slots, rows)
-    engine = Engine(
-        model, prompts, max_new_tokens, eos, pad, temperature, greedy, seed, slots, device, graph, timing or Timing()
-    )
-    return engine.run()
+    return Engine(
+        model, prompts, max_new_tokens, eos, pad, temperature, greedy, seed, slots, device, first_row, graph,
+        timing or Timing(),
+    ).run()  # fmt: skip

@@ -2,46 +2,37 @@
 
 Legend: B prompts, V vocabulary.
 
-A logits processor records, for every token as it is drawn, its log-probability, the entropy and the argmax. It keeps
-the log-softmax of the last step only, and reads the token that was drawn from it at the next call. Prompts are decoded
-`slots` after `slots`, left-padded, each batch until its longest completion has ended.
+A logits processor draws each token as our engine does (`ops/sample.py`: a function of seed, row and step), records its
+log-probability, the entropy and the argmax, and leaves generate no choice. Prompts are decoded `slots` after `slots`,
+left-padded, each batch until its longest completion has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from mxrl.rl.engine import Completions
+from mxrl.ops import sample
+from mxrl.rl.engine_state import Completions
 
 
-class RecordLogProbs(LogitsProcessor):
-    """Divides by the temperature and records the log-probability of each token one call after it was scored."""
+class Draw(LogitsProcessor):
+    """Draws the tokens of one batch, a step a call: all logits but the drawn token's become -inf."""
 
-    def __init__(self, temperature: float):
-        self.temperature = temperature
-        self.last: Tensor | None = None  # [B, V] log-softmax of the step whose token isn't known yet
-        self.logps: list[Tensor] = []
-        self.entropies: list[Tensor] = []
-        self.argmax: list[Tensor] = []
+    def __init__(self, uniforms_BC: Tensor | None, temperature: float):
+        self.uniforms, self.temperature = uniforms_BC, temperature  # no uniforms: greedy
+        self.drawn: list[sample.Drawn] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.last is not None:
-            self.take(input_ids[:, -1])
-        scaled = scores.float() / self.temperature
-        self.last = scaled.log_softmax(-1)
-        self.entropies.append(torch.special.entr(self.last.exp()).sum(-1))
-        self.argmax.append(self.last.argmax(-1))
-        return scaled
-
-    def take(self, tokens: Tensor) -> None:
-        assert self.last is not None
-        self.logps.append(self.last.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
+        greedy = self.uniforms is None
+        u_B = scores.new_empty(0) if self.uniforms is None else self.uniforms[:, len(self.drawn)]
+        drawn = sample.draw(scores, u_B, self.temperature, greedy)
+        self.drawn.append(drawn)
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn.tokens.unsqueeze(1), 0.0)
 
 
 def left_pad(sequences: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -53,27 +44,14 @@ def left_pad(sequences: Sequence[Sequence[int]], pad: int, device: torch.device 
     return ids, mask.to(torch.int64)
 
 
-@contextmanager
-def seeded(seed: int | None, device: torch.device | str) -> Iterator[None]:
-    """Draw from `seed` inside, and leave the global generators (CPU, and the device's) as they were."""
-    if seed is None:
-        yield
-        return
-    device = torch.device(device)
-    cuda = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(seed)
-        yield
-
-
-def _generate(model: Any, ids: Tensor, mask: Tensor, config: GenerationConfig, record: RecordLogProbs) -> Tensor:
+def _generate(model: Any, ids: Tensor, mask: Tensor, config: GenerationConfig, draw: Draw) -> Tensor:
     """model.generate under exactly this configuration: a model's own defaults (Qwen's top_k = 20, say) stay out."""
     owners = [model] + ([model.get_base_model()] if hasattr(model, "get_base_model") else [])
     own = [m.generation_config for m in owners]
     for m in owners:
         m.generation_config = config
     try:
-        processors = LogitsProcessorList([record])
+        processors = LogitsProcessorList([draw])
         return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors)
     finally:
         for m, config in zip(owners, own, strict=True):
@@ -91,14 +69,12 @@ def decode(
     greedy: bool,
     seed: int,
     slots: int | None = None,
+    first_row: int = 0,
 ) -> Completions:
-    """One completion for each prompt, as `engine.decode`; the draw depends on `slots` too."""
+    """One completion for each prompt, as `engine.decode`."""
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
-        do_sample=not greedy,
-        temperature=1.0,  # RecordLogProbs divides
-        top_k=0,
-        top_p=1.0,
+        do_sample=False,  # of what Draw leaves
         repetition_penalty=1.0,
         eos_token_id=eos,
         pad_token_id=pad,
@@ -106,25 +82,28 @@ def decode(
         disable_compile=True,
     )
     device = next(model.parameters()).device
+    uniforms = None
+    if not greedy:
+        uniforms = sample.uniforms(seed, len(prompts), max_new_tokens, device, first_row=first_row)
     parts: list[Completions] = []
     size = slots or len(prompts)
-    with seeded(seed, device):
-        for start in range(0, len(prompts), size):
-            ids, mask = left_pad(prompts[start : start + size], pad, device)
-            record = RecordLogProbs(temperature)
-            out = _generate(model, ids, mask, config, record)[:, ids.shape[1] :]
-            record.take(out[:, -1])
-            parts.append(_finish(out, record, eos, pad))
+    for start in range(0, len(prompts), size):
+        rows = slice(start, start + size)
+        ids, mask = left_pad(prompts[rows], pad, device)
+        draw = Draw(None if uniforms is None else uniforms[rows], temperature)
+        out = _generate(model, ids, mask, config, draw)[:, ids.shape[1] :]
+        parts.append(_finish(out, draw, eos, pad))
     return parts[0] if len(parts) == 1 else _concatenate(parts, pad)
 
 
-def _finish(out: Tensor, record: RecordLogProbs, eos: list[int], pad: int) -> Completions:
+def _finish(out: Tensor, draw: Draw, eos: list[int], pad: int) -> Completions:
     """Cut each completion after its first end-of-sequence token."""
     ended = torch.isin(out, torch.tensor(eos, device=out.device))
     alive = (ended.cumsum(1) - ended.long()) == 0  # no end strictly before this position
     alive = alive[:, : max(int(alive.sum(1).max()), 1)]
     width = alive.shape[1]
-    stack = [torch.stack(rows[:width], dim=1) for rows in (record.logps, record.entropies, record.argmax)]
+    _, *columns = zip(*draw.drawn, strict=True)  # the tokens are in `out`
+    stack = [torch.stack(rows[:width], dim=1) for rows in columns]
     return Completions(
         out[:, :width].masked_fill(~alive, pad), alive, *(values.masked_fill(~alive, 0) for values in stack)
     )

@@ -9,6 +9,9 @@ error is `sd(d)/√n`, which is smaller than the unpaired one by what the two po
 
 The entropy is that of the policy at the sampling temperature (1 for greedy), in nats a token, averaged over the tokens
 it generated. Decoding is `rollout.sample`, with the weights of a converted model quantized once.
+
+Several processes (`group`): each decodes a share of the completions and all get the whole result. A completion is drawn
+from (seed, its place among all), so the result is one process's, but for the rounding of GEMMs of other shapes.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 
 from mxrl.nn import quantized_layers, rollout_weights
 from mxrl.rl.chain import Problem
@@ -101,11 +105,13 @@ def decode(
     temperature: float = 0.0,
     seed: int = 0,
     batch_size: int = 1024,
+    first_row: int = 0,
 ) -> Decoded:
     """Complete text prompts in batches, in the given order. `temperature=0` is greedy.
 
-    Sampling depends on `seed` and the order (by Hugging Face's loop on `batch_size` too); the global random state is
-    left as it was.
+    model: converted or not; where its layers hold a rollout's weights already, those are used (`rollout_weights`, or a
+        `Replica` that is filled), else each weight is quantized once here.
+    Prompt i is drawn from `seed` and first_row + i; the global random state is left as it was.
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be >= 0 (0 is greedy)")
@@ -113,13 +119,14 @@ def decode(
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None else ends
     prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
-    converted = any(True for _ in quantized_layers(model))
+    layers = list(quantized_layers(model))
     # the weights don't change here, so a converted model quantizes each once, not once a token
-    with rollout_weights(model) if converted else nullcontext():
+    with rollout_weights(model) if layers and not any(layer.holds for layer in layers) else nullcontext():
         out = sample(
             model, prompt_ids,
             max_new_tokens=max_new_tokens, eos_token_id=ends, pad_token_id=pad,
             temperature=temperature or 1.0, greedy=temperature == 0, seed=seed, batch_size=batch_size,
+            first_row=first_row,
         )  # fmt: skip
     ids = out.completions()
     stops = {ends} if isinstance(ends, int) else set(ends)
@@ -143,17 +150,30 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 1024,
     style: Callable[[str], str] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Evaluation:
-    """Decode every problem `samples` times and judge it with `reward`; `style` names a completion's style."""
+    """Decode every problem `samples` times and judge it with `reward`; `style` names a completion's style.
+
+    group: every rank of it calls with the same arguments, decodes a contiguous share of the completions (at most one
+        more than another's) with its own copy of the weights, and gets the whole Evaluation. A model that FSDP2 has
+        sharded comes as the model of its `Replica`, filled. None: this process decodes everything.
+    """
     if not problems:
         raise ValueError("no problems to evaluate on")
     if samples < 1 or (samples > 1 and temperature == 0):
         raise ValueError(f"samples={samples} at temperature {temperature}: greedy decoding has one completion")
     prompts = [prompt_text(problem, tokenizer) for problem in problems for _ in range(samples)]
-    out = decode(
-        model, tokenizer, prompts,
-        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, batch_size=batch_size,
-    )  # fmt: skip
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    share = slice(len(prompts) * rank // ranks, len(prompts) * (rank + 1) // ranks)
+    out = Decoded([], [], [], [])
+    if prompts[share]:
+        out = decode(
+            model, tokenizer, prompts[share],
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, batch_size=batch_size,
+            first_row=share.start,
+        )  # fmt: skip
+    if group is not None:
+        out = _gathered(out, group)
     answers = [problem.answer for problem in problems for _ in range(samples)]
     rewards = reward(out.texts, answers)
     starts = range(0, len(prompts), samples)
@@ -167,6 +187,13 @@ def evaluate(
         truncated=1 - fmean(out.finished),
         styles={name: count / len(prompts) for name, count in sorted(styles.items())},
     )
+
+
+def _gathered(mine: Decoded, group: dist.ProcessGroup) -> Decoded:
+    """What all ranks decoded, in their order."""
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, mine, group)
+    return Decoded(*([value for part in parts for value in part[i]] for i in range(len(mine))))
 
 
 class Interval(NamedTuple):

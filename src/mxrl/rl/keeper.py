@@ -1,4 +1,7 @@
-"""What watches a run while it goes: its metrics and evaluations as lines in files, and how it is asked to stop."""
+"""What watches a run while it goes: its metrics and evaluations as lines in files, and how it is asked to stop.
+
+Of several processes the first one writes; all of them evaluate, and stop after the same step.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from mxrl.rl import ranks
 from mxrl.rl.config import TrainConfig
 from mxrl.rl.evaluate import Evaluation
 
@@ -31,7 +35,7 @@ class Keeper(TrainerCallback):
             self.evaluate(0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not logs or "loss" not in logs:
+        if not logs or "loss" not in logs or ranks.rank():
             return
         _append(self.out / "metrics.jsonl", {"step": state.global_step, **logs})
         if state.global_step % 10 == 0 or state.global_step <= 3:
@@ -45,7 +49,7 @@ class Keeper(TrainerCallback):
         every = self.config.eval_every * self.config.updates
         if every and state.global_step % every == 0:
             self.evaluate(state.global_step)
-        if self.stop:
+        if ranks.any_of(self.stop):
             control.should_training_stop = True
             control.should_save = self.config.save_every > 0
 
@@ -56,6 +60,8 @@ class Keeper(TrainerCallback):
         self.evaluated = step
         with self.phase("eval"):
             result = self.measure()
+        if ranks.rank():
+            return
         right = "".join("1" if score >= 1 else "0" for score in result.scores)
         groups = {str(g): {"accuracy": a, "n": n} for g, (a, n) in result.by_group().items()}
         row = {
@@ -84,7 +90,8 @@ def stop_signals(keeper: Keeper) -> Iterator[None]:
         if keeper.stop:
             raise KeyboardInterrupt
         keeper.stop = True
-        print("stopping after this step (once more: at once)", file=sys.stderr, flush=True)
+        if ranks.rank() == 0:
+            print("stopping after this step (once more: at once)", file=sys.stderr, flush=True)
 
     former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

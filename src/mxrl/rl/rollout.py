@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from mxrl.rl import engine_generate
 from mxrl.rl.engine import Completions
@@ -144,6 +145,7 @@ def sample(
     greedy: bool = False,
     seed: int | None = None,
     batch_size: int | None = None,
+    first_row: int = 0,
     engine: str = "auto",
 ) -> Rollout:
     """Draw one completion for each prompt with cached decoding.
@@ -152,13 +154,16 @@ def sample(
         this call to quantize each weight once.
     prompts: token ids, B lists of differing length. Repeat a prompt to get several completions.
     temperature: of the draw and of the recorded log-probabilities; with greedy=True of the latter only.
-    seed: the draw is a function of (weights, prompts, seed, engine); None takes one from the global generator.
+    seed: a token is drawn from its logits and (seed, row, step) alone; None takes a seed from the global generator.
+    first_row: row i of this call is drawn as row first_row + i. With one seed everywhere and first_row the number of
+        prompts of the ranks before, several processes draw together what one draws, the same logits given.
     batch_size: sequences decoded together (None: all; slots, on a GPU: as many as half of its free memory holds).
     engine: "slots" is ours (rl/engine.py): static cache, CUDA graphs, an ended row's place is given to the next prompt.
         "generate" is transformers' own loop, batch_size prompts after batch_size prompts, for models that ours does
         not decode (sliding windows, for one). "auto": ours where it can.
-    Raises ValueError on no prompts, an empty prompt, a temperature that isn't positive, or no room for new tokens;
-    EngineError for engine="slots" where it can't.
+    Raises ValueError on no prompts, an empty prompt, a temperature that isn't positive, no room for new tokens, or a
+    negative row; EngineError for engine="slots" where it can't, and for a model that FSDP2 has sharded or that has no
+    weights (a `Replica`'s, outside `filled`).
     """
     if not prompts or not all(prompts):
         raise ValueError("sample: every prompt needs at least one token, and there must be a prompt")
@@ -166,6 +171,8 @@ def sample(
         raise ValueError(f"sample: temperature={temperature} must be positive; use greedy=True for the argmax")
     if max_new_tokens < 1:
         raise ValueError(f"sample: max_new_tokens={max_new_tokens} must be at least 1")
+    if first_row < 0:
+        raise ValueError(f"sample: first_row={first_row} must be at least 0")
     eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     decode = _decoder(model, engine)
     if seed is None:
@@ -181,6 +188,7 @@ def sample(
             greedy=greedy,
             seed=seed,
             slots=batch_size,
+            first_row=first_row,
         )
         ids, mask = left_pad(prompts, pad_token_id, _device(model))
     return Rollout(ids, mask, *found)
@@ -190,6 +198,17 @@ def _decoder(model: Any, engine: str) -> Callable[..., Completions]:
     """The function that decodes, by the engine's name."""
     if engine not in ENGINES:
         raise EngineError(f"sample: engine='{engine}' is unknown; possible: {', '.join(ENGINES)}")
+    name = type(base_model(model)).__name__
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise EngineError(
+            f"sample: {name} is sharded by FSDP2, and its ranks would wait for each other at every step; decode with "
+            "an mxrl.nn.replica.Replica of it"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise EngineError(
+            f"sample: {name} has no weights (they are on the meta device); a Replica's model has some inside "
+            "`with replica.filled(model)`"
+        )
     reason = None if engine == "generate" else unsupported(model)
     if engine == "slots" and reason is not None:
         raise EngineError(f"sample: engine='slots' can't decode this model, since {reason}; take engine='generate'")

@@ -46,6 +46,12 @@ class StepRecord:
             if self._inner:
                 self._inner[-1] += spent
 
+    def slowest(self, processes: Sequence[Mapping[str, float]]) -> None:
+        """Several processes' times, of which the longest counts; how long the first done waits for the last rollout."""
+        self.seconds = {name: max(p.get(name, 0.0) for p in processes) for name in processes[0]}
+        if "rollout" in self.seconds:
+            self.seconds["rollout_wait"] = self.seconds["rollout"] - min(p["rollout"] for p in processes)
+
     def metrics(self, trainer: Mapping[str, Sequence[float]]) -> dict[str, float]:
         """This step's row; trainer: the lists of values that the trainer will average under its own names."""
         now = time.perf_counter()

@@ -10,6 +10,8 @@
     <out>/summary.json    before, after, and how it went; written last
 
 Resuming cuts both .jsonl files back to the checkpoint's step, so they read as if nothing had happened.
+Started by torchrun or `accelerate launch`, every process takes a share (FSDP2), and the first one writes the files. A
+checkpoint is the same whatever the number of processes, so a run may go on with another one.
 Ctrl-C (or SIGTERM) ends the run after the step it is in and saves it; a second one ends it at once.
 """
 
@@ -25,13 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
-from mxrl.integrations.trl import GRPOConfig, GRPOTrainer, NonFiniteError, complete_checkpoints
+from mxrl.integrations.trl import GRPOConfig, GRPOTrainer, NonFiniteError
+from mxrl.integrations.trl_shards import complete_checkpoints
 from mxrl.provenance import provenance
 from mxrl.report.files import write_atomically
+from mxrl.rl import ranks
 from mxrl.rl.chain import STYLES, solution, style_of
 from mxrl.rl.config import ConfigError, TrainConfig
 from mxrl.rl.evaluate import Evaluation, evaluate
@@ -46,7 +51,7 @@ ANSWER_OF: dict[str, Callable[[str], Any]] = {
     "gsm_symbolic": gsm8k_answer,
     "gsm8k": gsm8k_answer,
 }
-MAY_DIFFER = ("save_every", "save_model", "eval_batch")  # of the options, when a run is resumed
+MAY_DIFFER = ("save_every", "save_model", "eval_batch", "reshard")  # of the options, when a run is resumed
 
 
 def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
@@ -59,13 +64,17 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
     if resume not in ("auto", "never"):
         raise ConfigError(f"resume='{resume}': possible are auto and never")
     out = Path(config.out)
-    checkpoint = _open(out, config, resume)
-    summary = out / "summary.json"
-    if summary.is_file():
-        return json.loads(summary.read_text())
-
-    disable_progress_bar()  # transformers' bars, one for each file read or written
     device, bf16 = _device(config)
+    ranks.start(device)
+    checkpoint, ended = ranks.on_first(lambda: _open(out, config, resume))
+    if ended is not None:
+        return ended
+    with ranks.watching(lambda: _advice(out)):
+        return _run(config, out, checkpoint, device, bf16)
+
+
+def _run(config: TrainConfig, out: Path, checkpoint: Path | None, device: str, bf16: bool) -> dict[str, Any]:
+    disable_progress_bar()  # transformers' bars, one for each file read or written
     task = get_task(config.task)
     tokens = config.max_new_tokens or (128 if config.task == "chain" else 300)
     model, tokenizer = _load(config.model)
@@ -83,32 +92,33 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
         monitor_every=config.monitor_every,
         rollout_batch_size=config.rollout_batch,
     )
-    write_atomically(
-        out / "config.yaml", yaml.safe_dump({**config.to_dict(), "run": _run_info(trainer, device)}, sort_keys=False)
-    )
+    run = {**config.to_dict(), "run": _run_info(trainer, device)}
+    ranks.on_first(lambda: write_atomically(out / "config.yaml", yaml.safe_dump(run, sort_keys=False)))
 
     def measure() -> Evaluation:
-        with trainer.accelerator.autocast():  # in the run's dtype; evaluate quantizes each weight once
+        with trainer.rollout_policy() as (policy, _):
             return evaluate(
-                trainer.accelerator.unwrap_model(trainer.model_wrapped),
+                policy,
                 tokenizer,
                 held_out,
                 reward=task.reward,
                 max_new_tokens=tokens,
                 batch_size=config.eval_batch,
                 style=style_of if config.task == "chain" else None,
+                group=dist.group.WORLD if ranks.count() > 1 else None,
             )
 
     keeper = Keeper(config, out, trainer.record.phase, measure if held_out else None)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(keeper)
-    _cut(out, int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else -1)
+    ranks.on_first(lambda: _cut(out, int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else -1))
     try:
         with stop_signals(keeper):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except NonFiniteError as error:
-        result = {**_summary(config, out, trainer, "diverged"), "reason": str(error)}
-        write_atomically(summary, json.dumps(result, indent=1))
+        if ranks.rank() == 0:
+            result = {**_summary(config, out, trainer, "diverged"), "reason": str(error)}
+            write_atomically(out / "summary.json", json.dumps(result, indent=1))
         raise
     step = trainer.state.global_step
     done = step >= config.steps * config.updates
@@ -116,12 +126,16 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
         keeper.evaluate(step)
         if config.save_model:
             _save_model(trainer, tokenizer, out / "model")
-    result = _summary(config, out, trainer, "done" if done else "interrupted")
-    if done:
-        write_atomically(summary, json.dumps(result, indent=1))
-    else:
-        print(f"stopped after step {step}; the same command goes on from there", file=sys.stderr)
-    return result
+
+    def end() -> dict[str, Any]:
+        result = _summary(config, out, trainer, "done" if done else "interrupted")
+        if done:
+            write_atomically(out / "summary.json", json.dumps(result, indent=1))
+        else:
+            print(f"stopped after step {step}; the same command goes on from there", file=sys.stderr)
+        return result
+
+    return ranks.on_first(end)
 
 
 def run_from_cli(config: str | Path | None = None, *, resume: str = "auto", **options: Any) -> dict[str, Any]:
@@ -137,6 +151,12 @@ def _device(config: TrainConfig) -> tuple[str, bool]:
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda': this machine has no CUDA device; use device='cpu' or 'auto'")
+    if device == "cuda" and ranks.count() == 1 and torch.cuda.device_count() > 1:
+        print(
+            f"this process uses one of {torch.cuda.device_count()} GPUs; all of them: torchrun --nproc-per-node "
+            f"{torch.cuda.device_count()} -m mxrl train …",
+            file=sys.stderr,
+        )
     if config.precision != "auto":
         return device, config.precision == "bf16"
     return device, device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -197,11 +217,13 @@ def _reward(task: str) -> Callable[..., list[float]]:
 
 
 def _arguments(config: TrainConfig, out: Path, device: str, bf16: bool, max_new_tokens: int) -> GRPOConfig:
-    micro, passes = config.batches(device)
+    micro, passes = config.batches(device, ranks.count())
     return GRPOConfig(
         output_dir=str(out / "checkpoints"),
         seed=config.seed,
         use_cpu=device == "cpu",
+        fsdp=ranks.count() > 1 or None,  # type: ignore[arg-type]  # transformers takes True, its annotation doesn't
+        fsdp_config=None if config.reshard is None or ranks.count() == 1 else {"reshard_after_forward": config.reshard},
         bf16=bf16,
         max_steps=config.steps * config.updates,
         per_device_train_batch_size=micro,
@@ -246,6 +268,7 @@ def _run_info(trainer: GRPOTrainer, device: str) -> dict[str, Any]:
         "compute_dtype": str(trainer.compute_dtype or torch.float32).removeprefix("torch."),
         "micro_batch": args.per_device_train_batch_size,
         "passes_per_update": args.gradient_accumulation_steps,
+        "processes": ranks.count(),
         "rollouts": trainer.total_rollouts,
         "pinned": trainer.pinned,
         "quantized_parameters": trainer.conversion.quantized_parameters,
@@ -256,8 +279,11 @@ def _run_info(trainer: GRPOTrainer, device: str) -> dict[str, Any]:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _open(out: Path, config: TrainConfig, resume: str) -> Path | None:
-    """Prepare the folder; the checkpoint to go on from, or None. Refuses a folder that holds another run."""
+def _open(out: Path, config: TrainConfig, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
+    """Prepare the folder: the checkpoint to go on from, or None, and the summary of a run that has ended, or None.
+
+    Refuses a folder that holds another run.
+    """
     former = out / "config.yaml"
     if resume == "never" and former.is_file():
         for name in ("checkpoints", "model"):
@@ -266,7 +292,7 @@ def _open(out: Path, config: TrainConfig, resume: str) -> Path | None:
             (out / name).unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     if not former.is_file():
-        return None
+        return None, None
     theirs = TrainConfig.from_options(former).to_dict()
     for name, value in config.to_dict().items():
         if theirs[name] != value and name not in (*MAY_DIFFER, "out"):
@@ -274,7 +300,14 @@ def _open(out: Path, config: TrainConfig, resume: str) -> Path | None:
                 f"{out} holds a run with {name}={theirs[name]}, not {value}: give another out, or resume='never'"
             )
     found = complete_checkpoints(out / "checkpoints")
-    return found[-1] if found else None
+    summary = out / "summary.json"
+    return found[-1] if found else None, json.loads(summary.read_text()) if summary.is_file() else None
+
+
+def _advice(out: Path) -> str:
+    """What to do when a run's process has ended too early."""
+    found = complete_checkpoints(out / "checkpoints")
+    return f"the same command goes on from {found[-1].name}" if found else "it has no checkpoint, so it starts over"
 
 
 def _cut(out: Path, step: int) -> None:
@@ -291,11 +324,15 @@ def _cut(out: Path, step: int) -> None:
 
 def _save_model(trainer: GRPOTrainer, tokenizer: Any, folder: Path) -> None:
     temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    trainer.save_model(str(temporary))
-    tokenizer.save_pretrained(str(temporary))
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.replace(folder)
+    ranks.on_first(lambda: shutil.rmtree(temporary, ignore_errors=True))
+    trainer.save_model(str(temporary))  # of a sharded model every process has its part in it
+
+    def finish() -> None:
+        tokenizer.save_pretrained(str(temporary))
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.replace(folder)
+
+    ranks.on_first(finish)
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
