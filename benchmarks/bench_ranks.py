@@ -37,8 +37,8 @@ from typing import Any
 import torch
 from measure import Row, origin, read_rows, write_rows
 
-RECIPES = {"dense": ("bf16", "mxfp4", "mxfp4+mbs+of+aqn"), "moe": ("bf16", "mxfp4+mbs+of+aqn")}
-FULL = {"sequences": 2048, "group": 8, "prompt": 128, "new": 128, "micro": 64}
+RECIPES = {"dense": ("bf16", "mxfp4+mbs+of+aqn"), "moe": ("mxfp4+mbs+of+aqn",)}
+FULL = {"sequences": 2048, "group": 8, "prompt": 128, "new": 128, "micro": 128}
 SMALL = {"sequences": 32, "group": 4, "prompt": 16, "new": 8, "micro": 8}
 DENSE = {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
          "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}  # fmt: skip
@@ -80,7 +80,7 @@ def trainer(kind: str, recipe: str, args: argparse.Namespace, sizes: dict[str, i
 
     tokenizer = char_tokenizer()
     config = GRPOConfig(
-        out, seed=args.seed, use_cpu=args.device == "cpu", bf16=args.device == "cuda", fsdp=ranks.count() > 1 or None,
+        out, seed=args.seed, use_cpu=args.device == "cpu", bf16=args.device == "cuda", fsdp=ranks.count() > 1 or None,  # type: ignore[arg-type]
         fsdp_config={"reshard_after_forward": args.reshard} if ranks.count() > 1 else None,
         max_steps=args.warmups + args.steps, per_device_train_batch_size=micro,
         gradient_accumulation_steps=share // micro,
@@ -238,8 +238,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=("dense", "moe"), default=["dense", "moe"])
     parser.add_argument("--recipes", nargs="+", help="default: " + str(RECIPES))
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--warmups", type=int, default=1)
-    parser.add_argument("--rollouts", type=int, nargs="*", default=[2048, 4096, 8192], help="decoding alone, sequences")
+    parser.add_argument("--warmups", type=int, default=2)
+    parser.add_argument("--rollouts", type=int, nargs="*", default=[2048, 4096], help="decoding alone, sequences")
     parser.add_argument("--slots", type=int, help="sequences decoded together by a process (default: as many as fit)")
     parser.add_argument("--reshard", action="store_true", help="gather the weights for every pass, not once a step")
     for name, size in FULL.items():

@@ -55,12 +55,16 @@ for name in "$@"; do
       tail -n 30 "$OUT/rollout.txt" | cut -c1-200
       ;;
     rank_tests)
-      part rank_tests 300 python3 -m pytest -p no:cacheprovider --tb=short --durations=8 -v tests/integration/test_ranks.py
+      part rank_tests 300 python3 -m pytest -p no:cacheprovider --tb=short --durations=8 tests/integration/test_ranks.py -k "${RANK_TESTS:-test}"
       grep -v "Failed to load" "$OUT/rank_tests.txt" | tail -n 40 | cut -c1-200
       ;;
     ranks)
       part ranks 420 env MXRL_BACKEND=triton python3 benchmarks/bench_ranks.py --out "$OUT/ranks_cuda.jsonl" ${RANKS:-}
       grep -E "tokens/s|rror|written" "$OUT/ranks.txt" | cut -c1-250 | tail -n 40
+      ;;
+    scan)
+      part scan 200 python3 benchmarks/bench_scan.py --device cuda --gpus 1,2 --folder /dev/shm/mxrl-scan --gigabytes 8 ${SCAN:-} --out "$OUT/scan_cuda.jsonl"
+      tail -n 20 "$OUT/scan.txt" | cut -c1-250
       ;;
     counters)
       part counters 120 python3 benchmarks/counters.py --out "$OUT/counters_cuda.jsonl"

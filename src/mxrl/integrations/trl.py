@@ -44,6 +44,7 @@ from mxrl.integrations.trl_rollout import (
     EpochRepeatSampler,
     QuantizedRollout,
     derived_seed,
+    in_compute_dtype,
     real_positions,
     seeded,
     without_autocast,
@@ -199,7 +200,7 @@ class GRPOTrainer(ShardedTrainer):
         model = self.accelerator.unwrap_model(self.model_wrapped)
         dtype = self.compute_dtype
         policy = model if self.replica is None else self.replica.model
-        with self.accelerator.autocast(), ExitStack() as block:
+        with self.accelerator.autocast(), in_compute_dtype(model), ExitStack() as block:
             with self.record.phase("sync"):
                 held = (
                     rollout_weights(model, noise, dtype=dtype)

@@ -107,6 +107,20 @@ def derived_seed(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+@contextmanager
+def in_compute_dtype(model: nn.Module) -> Iterator[None]:
+    """Logits as autocast makes them: accelerate's wrapper would make float32 ones of all, [rows, V] in every step."""
+    wrapped, original = vars(model).get("forward"), vars(model).get("_original_forward")
+    if original is None:
+        yield
+        return
+    model.forward = original  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        model.forward = wrapped  # type: ignore[method-assign]
+
+
 def real_positions(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Count positions from the first real token in TRL's scoring passes, as decoding does; TRL counts padding too."""
     mask = kwargs.get("attention_mask")

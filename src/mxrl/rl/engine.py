@@ -309,11 +309,27 @@ def default_slots(model: Any, rows: int, room: int) -> int:
     head = base_model(model).get_output_embeddings()
     if not head.weight.is_cuda:
         return rows
-    dtype = compute_dtype(head.weight)
     free = torch.cuda.mem_get_info(head.weight.device)[0]
     free += torch.cuda.memory_reserved(head.weight.device) - torch.cuda.memory_allocated(head.weight.device)
-    a_row = room * bytes_per_token(model, dtype) + 2 * dtype.itemsize * head.weight.shape[0]
-    return max(1, min(rows, int(MEMORY_SHARE * free) // a_row))
+    return max(1, min(rows, int(MEMORY_SHARE * free) // _bytes_per_row(model, room)))
+
+
+def _bytes_per_row(model: Any, room: int) -> int:
+    """Keys and values of a slot, its logits and their successors."""
+    weight = base_model(model).get_output_embeddings().weight
+    dtype = compute_dtype(weight)
+    return room * bytes_per_token(model, dtype) + 2 * dtype.itemsize * weight.shape[0]
+
+
+def make_room(model: Any, slots: int, room: int, device: torch.device) -> None:
+    """Give memory that PyTorch keeps for others back to the GPU where the slots would not fit beside it.
+
+    What a training step has freed stays in the allocator's own pool, and a graph's pool can't be filled from there.
+    """
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] * MEMORY_SHARE < slots * _bytes_per_row(
+        model, room
+    ):
+        torch.cuda.empty_cache()
 
 
 def decode(
@@ -339,6 +355,7 @@ def decode(
     device = next(model.parameters()).device
     rows, room = len(prompts), max(map(len, prompts)) + max_new_tokens
     slots = default_slots(model, rows, room) if slots is None else min(slots, rows)
+    make_room(model, slots, room, device)
     return Engine(
         model, prompts, max_new_tokens, eos, pad, temperature, greedy, seed, slots, device, first_row, graph,
         timing or Timing(),
