@@ -255,20 +255,24 @@ def main() -> None:
         sys.exit(f"bench_ranks.py needs two GPUs, torch sees {torch.cuda.device_count()}; --device cpu tries it out")
     out = args.out or Path(__file__).parent / "results" / f"ranks_{args.device}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        files = []
-        turns = [[(kind, [i]) for i, kind in enumerate(args.models)], *([(kind, [0, 1])] for kind in args.models)]
-        for turn in turns:
-            running = []
-            for kind, gpus in turn:
-                files.append(Path(folder) / f"{kind}-{len(gpus)}.jsonl")
-                running.append(launch(args, kind, gpus, files[-1]))
-            for process in running:
-                if process.wait():
-                    print(f"bench_ranks.py: a run ended with {process.returncode}", file=sys.stderr)
-            rows = [row for file in files if file.exists() for row in read_rows(file)]
-            write_rows(out, rows)
+    turns = [[(kind, [i]) for i, kind in enumerate(args.models)], *([(kind, [0, 1])] for kind in args.models)]
+    files: list[Path] = []  # of the runs, beside `out`: what is there counts, also when the rest runs out of time
+    for turn in turns:
+        running = []
+        for kind, gpus in turn:
+            files.append(out.with_name(f"{out.stem}-{kind}-{len(gpus)}.part"))
+            files[-1].unlink(missing_ok=True)
+            running.append(launch(args, kind, gpus, files[-1]))
+        while any(process.poll() is None for process in running):
+            time.sleep(1)
+            write_rows(out, [row for file in files if file.exists() for row in read_rows(file)])
+        for process in running:
+            if process.returncode:
+                print(f"bench_ranks.py: a run ended with {process.returncode}", file=sys.stderr)
+    rows = [row for file in files if file.exists() for row in read_rows(file)]
+    write_rows(out, rows)
+    for file in files:
+        file.unlink(missing_ok=True)
     print(json.dumps({"rows": len(rows), "written": str(out)}))
 
 

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from measure import Row, read_rows
 
@@ -30,7 +31,7 @@ class Target:
 
     what: str
     benchmark: str
-    where: dict[str, str]
+    where: dict[str, Any]
     value: Callable[[Row, list[Row]], float | None]
     bound: float
     least: bool  # whether the bound is the least that will do (else the most)
@@ -58,12 +59,17 @@ class Target:
 
 
 def _variant(row: Row) -> str:
-    return ", ".join(str(row[k]) for k in ("dtype", "precision", "case", "recipe") if row.get(k))
+    names = [str(row[k]) for k in ("dtype", "precision", "case", "model", "recipe") if row.get(k)]
+    if row.get("op") == "decode":
+        names += [f"{row['sequences']} sequences, {row['slots'] or 'all'} at a time"] if "sequences" in row else []
+    return ", ".join(names)
 
 
 def _same_run(row: Row, rows: list[Row]) -> list[Row]:
     """The rows that were interleaved with this one."""
-    keys = ("benchmark", "group", "dtype", "shape", "device", "created", "precision", "case")
+    keys = ["benchmark", "group", "dtype", "shape", "device", "created", "precision", "case"]
+    if row["benchmark"] == "ranks":
+        keys.remove("created")  # its processes start one after the other
     return [other for other in rows if all(other.get(k) == row.get(k) for k in keys) and "ms" in other]
 
 
@@ -132,7 +138,31 @@ def _targets() -> Iterator[Target]:
     yield Target("fastest peer's time, × ours", "kernels", cpu | {"group": "peers"}, _fastest_peer, 1.0, True, False)
 
 
-TARGETS = tuple(_targets())
+def _over_one_gpu(phase: str, tokens: str) -> Callable[[Row, list[Row]], float | None]:
+    """Two GPUs' tokens a second over one's, in that phase of a step."""
+
+    def value(row: Row, run: list[Row]) -> float | None:
+        own = [r for r in run if all(r[k] == row[k] for k in ("op", "model", "recipe", "sequences", "slots"))]
+        if not any(r["processes"] == 1 for r in own) or row is not [r for r in own if r["processes"] == 2][-1]:
+            return None
+        return _speed(own, 2, phase, tokens) / _speed(own, 1, phase, tokens)
+
+    return value
+
+
+def _several_gpus() -> Iterator[Target]:
+    step: dict[str, Any] = {"op": "step", "processes": 2}
+    for what, phase, tokens in (("rollout", "rollout", "rollout_tokens"), ("training", "update", "trained_tokens")):
+        value = _over_one_gpu(phase, tokens)
+        yield Target(f"{what}, 2 GPUs × 1", "ranks", step, value, 1.8, True, True)
+    decode: dict[str, Any] = {"op": "decode", "processes": 2}
+    value = _over_one_gpu("rollout", "rollout_tokens")
+    yield Target("decoding alone, 2 GPUs × 1", "ranks", decode, value, 1.8, True, True)
+    whole: dict[str, Any] = {"op": "steady", "gpus": 2}
+    yield Target("analyze, workers up, 2 GPUs × 1", "scan", whole, lambda row, _: row.get("speedup"), 1.9, True, True)
+
+
+TARGETS = (*_targets(), *_several_gpus())
 
 
 def targets(rows: list[Row], *, measured: bool = False) -> list[str]:
@@ -299,12 +329,81 @@ def instructions(rows: list[Row]) -> Iterator[str]:
         yield f"| {row['op']} | {row['recipe']} | {row['dtype']} | {counts} | {row['registers']} | {allows:.0%} |"
 
 
+def ranks(rows: list[Row]) -> Iterator[str]:
+    """For each model and recipe: seconds of a step's phases on one GPU and on two; then decoding alone."""
+    for model, recipe in _unique((r["model"], r["recipe"]) for r in rows if r["op"] == "step"):
+        own = [r for r in rows if (r["model"], r["recipe"], r["op"]) == (model, recipe, "step")]
+        first = own[0]
+        yield (
+            f"\n**{model}, {recipe}**: {first['parameters'] / 1e6:,.0f} M parameters, a step of {first['sequences']} "
+            f"sequences of {first['prompt']} + {first['new']} tokens, {first['micro']} to a micro-batch\n"
+        )
+        counts = _unique(r["processes"] for r in own)
+        yield "| phase | " + " | ".join(f"{n} GPU{'s' * (n > 1)}, s" for n in counts) + " | × |"
+        yield "|---|" + "---|" * (len(counts) + 1)
+        for phase in ("sync", "rollout", "score", "update", "step"):
+            means = [_mean(own, phase, n) for n in counts]
+            times = f"{means[0] / means[-1]:.2f}" if len(means) > 1 and phase != "sync" else ""
+            yield f"| {phase} | " + " | ".join(f"{m:.2f}" for m in means) + f" | {times} |"
+        yield from (
+            f"\n{n} GPU{'s' * (n > 1)}: {_speed(own, n, 'rollout', 'rollout_tokens'):,.0f} tokens/s decoded, "
+            f"{_speed(own, n, 'update', 'trained_tokens'):,.0f} trained on in the update; peak "
+            f"{max(r['peak_bytes'] for r in own if r['processes'] == n) / 2**30:.0f} GiB; quantized weights "
+            f"{own[0]['digest'][:12] if all(r['digest'] == own[0]['digest'] for r in own) else 'DIFFER'}; the first "
+            f"gradient's norm {next(r['first_grad_norm'] for r in own if r['processes'] == n):.6f}"
+            for n in counts
+        )
+    decoded = [r for r in rows if r["op"] == "decode"]
+    yield "\n**Decoding alone**, weights already there\n"
+    yield "| model | recipe | sequences | at a time, each GPU | 1 GPU, tokens/s | 2 GPUs, tokens/s | × |"
+    yield "|---|---|---|---|---|---|---|"
+    for key in _unique((r["model"], r["recipe"], r["sequences"], r["slots"]) for r in decoded):
+        found = {r["processes"]: r for r in decoded if (r["model"], r["recipe"], r["sequences"], r["slots"]) == key}
+        speeds = [found[n]["rollout_tokens"] / found[n]["seconds"]["rollout"] if n in found else None for n in (1, 2)]
+        shown = " | ".join("not measured" if v is None else f"{v:,.0f}" for v in speeds)
+        times = f"{speeds[1] / speeds[0]:.2f}" if speeds[0] and speeds[1] else ""
+        yield f"| {key[0]} | {key[1]} | {key[2]} | {key[3] or 'all'} | {shown} | {times} |"
+
+
+def _mean(rows: list[Row], phase: str, processes: int) -> float:
+    values = [r["seconds"].get(phase, 0.0) for r in rows if r["processes"] == processes]
+    return sum(values) / len(values)
+
+
+def _speed(rows: list[Row], processes: int, phase: str, tokens: str) -> float:
+    own = [r for r in rows if r["processes"] == processes]
+    return sum(r[tokens] for r in own) / sum(r["seconds"][phase] for r in own)
+
+
+def scan(rows: list[Row]) -> Iterator[str]:
+    """Throughput as a share of what binds; on GPUs the speed-up over one."""
+    first = rows[0]
+    size = f"{first['tensors']} tensors, {first['shape'][0] / 1e9:.1f} G elements"
+    yield f"\n{size}, columns {', '.join(first['columns'])}\n"
+    gpu = any("gpus" in r for r in rows)
+    heads = ["pass", *(("GPUs", "GB/s") if gpu else ("× the read",)), "of what binds"]
+    heads += ["× one GPU", "start-up, s"] if gpu else []
+    yield f"| {' | '.join(heads)} |"
+    yield "|" + "---|" * len(heads)
+    reading = next(r["GB/s"] for r in rows if r["op"] == "read")
+    for row in rows:
+        if "ms" not in row:
+            continue
+        share = "" if row["op"] in ("read", "arithmetic") else f"{row['fraction']:.0%} of {row['against']}"
+        speed = f"{row['gpus']} | {row['GB/s']:.2f}" if gpu else f"{row['GB/s'] / reading:.3f}"
+        times = [f"{row['speedup']:.2f}" if "speedup" in row else ""]
+        times += [f"{row['startup_s']:.1f}" if "startup_s" in row else ""]
+        yield f"| {' | '.join([row['op'], speed, share, *(times if gpu else [])])} |"
+
+
 PAGES = {
     "kernels": kernels,
     "instructions": instructions,
     "counters": counters,
     "train_step": train_step,
     "rollout": rollout,
+    "ranks": ranks,
+    "scan": scan,
 }
 
 
@@ -322,7 +421,7 @@ def tables(rows: list[Row]) -> Iterator[str]:
 
 
 def _title(row: Row) -> str:
-    return " ".join(filter(None, (row["op"], row.get("engine", ""), row["recipe"], row["backend"])))
+    return " ".join(filter(None, (row["op"], row.get("engine", ""), row.get("recipe", ""), row["backend"])))
 
 
 def write(page: Path, text: str) -> None:
