@@ -1,44 +1,54 @@
-"""A checkpoint as a stream of linear weights: headers first, then one tensor at a time.
+"""A checkpoint as a list of linear weights: headers first, then any rows of any weight.
 
-    open_checkpoint("model.safetensors" | "folder/" | "owner/name[@revision]" | "model.gguf") -> Checkpoint
-    checkpoint.weights   what counts: name, kind of layer, contraction axis, shape, stored type; in a fixed order
-    checkpoint.left      what doesn't, each with its reason
-    checkpoint.load(w)   the tensor of one weight: [N, K] or [E, N, K], in the stored float type (GGUF: float32)
+    open_checkpoint(source) -> Checkpoint  "folder/", "model.safetensors", "model.gguf", "model.bin", "owner/name[@rev]"
+    checkpoint.weights        what counts: name, kind of layer, contraction axis, shape, stored type; in a fixed order
+    checkpoint.left           what doesn't, each with its reason
+    checkpoint.load(w)        one weight whole: [N, K] or [E, N, K] (or transposed: `w.dim` is the contraction axis)
+    checkpoint.read(w, a, b)  rows [a, b) of it, all leading axes taken as one: only that part of the file is touched
 
-Opening reads headers only, so a truncated file, a missing shard or a weight that is integer codes is known before any
-work starts. A `Checkpoint` holds paths and offsets, never data or open files: it can be sent to another process.
-Formats: safetensors (github.com/huggingface/safetensors), GGUF (the `gguf` package's reader and dequantizers).
+Floats come in their stored type and are not copied; whatever is stored in another form is decoded to float32
+(`mxrl.checkpoints.encodings` has the formats). Such a weight has lost information already: `w.quantized`, and what it
+is stored as in `w.stored_as`, `w.bits` and `w.group`. Opening reads headers only, so a truncated file, a missing shard
+or codes without scales are known before any work starts. A `Checkpoint` holds paths and offsets, never data or open
+files: it can be sent to another process.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxrl.kinds import Header, classify, layer_of, natural_key
+from mxrl.checkpoints import CheckpointError
+from mxrl.checkpoints.encodings import Encoding, Plain
+from mxrl.checkpoints.files import Found, find, quantization_of
+from mxrl.checkpoints.recognise import Recognised, recognise
+from mxrl.checkpoints.tensors import Stored, container_of, tensors_of
+from mxrl.kinds import Header, Role, classify, layer_of, natural_key
 
-_SHARD = re.compile(r"^(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.safetensors|\.gguf)$")
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?$")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_DEQUANTIZE_BYTES = 1 << 24  # packed bytes dequantized at once: bounds the temporaries beside the tensor itself
+__all__ = ["Checkpoint", "CheckpointError", "Left", "Weight", "fingerprint", "open_checkpoint"]
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that can't be read: the message names the file or tensor and says what would work."""
+_DECODE_ELEMENTS = 1 << 22  # decoded at once when a whole weight is loaded: bounds the temporaries beside the tensor
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A linear weight that counts. `shape` is slowest axis first; `dtype` is the stored type ("BF16", "Q4_1")."""
+    """A linear weight that counts.
+
+    name        as in an unquantized checkpoint: GPTQ's `x.qweight` and its scales are the weight `x.weight`
+    shape       slowest axis first: [N, K], [E, N, K], or with the last two exchanged
+    dim         the contraction axis, along which blocks lie: -1 or -2; `why_dim` says how that was decided
+    dtype       the stored type, short ("BF16", "Q4_1", "MXFP4"); `stored_as` the same in words, with groups and scales
+    quantized   the stored type has lost information already
+    bits        stored bits per element: codes, scales, zero points and whatever else the weight needs to be decoded
+    group       elements along the contraction axis that share a scale (K where one serves them all); None for floats
+    """
 
     name: str
     kind: str
@@ -47,18 +57,31 @@ class Weight:
     dtype: str
     dim: int
     file: Path
-    quantized: bool = False  # the stored type has already lost information (GGUF's quantized types)
-    offset: int = 0  # GGUF only: where the packed bytes start, and how many
-    nbytes: int = 0
+    quantized: bool
+    why_dim: str
+    stored_as: str
+    bits: float
+    group: int | None
+    encoding: Encoding = field(repr=False)
 
     @property
     def numel(self) -> int:
-        return functools.reduce(lambda a, b: a * b, self.shape, 1)
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weight takes in its files, scales included."""
+        return self.encoding.nbytes
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that holds a part of it (scales may lie in another shard than the codes)."""
+        return tuple(dict.fromkeys(part.file for part in self.encoding.parts))
 
 
 @dataclass(frozen=True)
 class Left:
-    """A tensor that is not analysed, and why."""
+    """A stored tensor that is not analysed by itself, and why."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,8 +102,38 @@ class Checkpoint:
     warnings: tuple[str, ...] = ()
 
     def load(self, weight: Weight) -> Tensor:
-        """One weight's data on the CPU. Raises CheckpointError, naming file and tensor, when they can't be read."""
-        return _load_gguf(weight) if self.format == "gguf" else _load_safetensors(weight)
+        """One weight on the CPU, in `weight.shape`. A float is the file's own pages, mapped privately (writing to it
+        changes no file); anything else is decoded to float32. Raises CheckpointError, naming file and tensor.
+        """
+        width = weight.shape[-1]
+        count = weight.numel // width if width else 0
+        if isinstance(weight.encoding, Plain):
+            return self.read(weight, 0, count).view(weight.shape)
+        out = torch.empty(count, width)
+        step = max(1, _DECODE_ELEMENTS // max(width, 1))
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            out[start:stop] = self.read(weight, start, stop)
+        return out.view(weight.shape)
+
+    def read(self, weight: Weight, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the weight viewed as [-1, weight.shape[-1]]: load(weight)'s values, bit for bit, from
+        that part of the file alone. IndexError for rows there aren't, CheckpointError as `load`.
+        """
+        count = weight.numel // weight.shape[-1] if weight.shape[-1] else 0
+        if not 0 <= start <= stop <= count:
+            raise IndexError(f"rows [{start}, {stop}) of '{weight.name}', which has {count}")
+        if start == stop:
+            dtype = self.read(weight, 0, 1).dtype if count else torch.float32
+            return torch.empty(0, weight.shape[-1], dtype=dtype)
+        try:
+            return weight.encoding.rows(start, stop)
+        except CheckpointError:
+            raise
+        except Exception as err:  # torch's, numpy's or the gguf package's own, on damaged data
+            raise CheckpointError(
+                f"{weight.file}: tensor '{weight.name}' ({weight.stored_as}) can't be read: {err}"
+            ) from err
 
     def stream(self) -> Iterator[tuple[Weight, Tensor]]:
         """Every weight with its data, one tensor in memory at a time."""
@@ -98,23 +151,19 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     A folder is read whole: every shard its index names must be there. A file is read as it is, even one shard of many
     (then `warnings` says so). Raises CheckpointError in one line for whatever is wrong.
     """
-    text = str(source)
-    path = Path(source).expanduser()
-    warnings: list[str] = []
-    if path.is_dir():
-        files, promised = _files_of_folder(path)
-        name = _readable_name(path.resolve())
-    elif path.exists():
-        files, promised, name = [path], {}, _readable_name(path.resolve().with_suffix(""))
-        if shard := _SHARD.match(path.name):
-            warnings.append(
-                f"{path.name} is shard {int(shard['index'])} of {int(shard['count'])}; give the folder to read them all"
-            )
-    elif _HUB_ID.match(text) and path.suffix not in (".safetensors", ".gguf"):
-        (files, promised), name = _files_of_folder(_download(text)), text
-    else:
-        raise CheckpointError(f"'{text}': no such file or folder, and not a hub id (owner/name)")
-    return _assemble(text, name, files, promised, warnings)
+    found = find(source)
+    containers = {container_of(file) for file in found.files}
+    if len(containers) > 1:
+        raise CheckpointError(f"'{source}' mixes files of several formats ({', '.join(sorted(containers))}); give one")
+    container = containers.pop()
+    stored = _stored(found, container)
+    recognised = recognise(stored, quantization_of(found.folder), container)
+    weights, left, warnings = _classified(stored, recognised, container)
+    if not weights:
+        example = f" (for example '{left[0].name}': {left[0].reason})" if left else ""
+        raise CheckpointError(f"'{source}' has no linear weights among its {len(stored)} tensors{example}")
+    warnings = (*found.warnings, *recognised.warnings, *warnings)
+    return Checkpoint(str(source), found.name, container, found.files, tuple(weights), tuple(left), warnings)
 
 
 def fingerprint(path: Path, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
@@ -132,232 +181,60 @@ def fingerprint(path: Path, progress: Callable[[int], None] | None = None) -> di
     return {"name": path.name, "bytes": size, "sha256": digest.hexdigest()}
 
 
-# ---- which files -----------------------------------------------------------------------------------------------------
+def _stored(found: Found, container: str) -> dict[str, Stored]:
+    """Every tensor of every file by name; what an index promises must be there, and nothing twice."""
+    stored: dict[str, Stored] = {}
+    for file in found.files:
+        for tensor in tensors_of(file, container):
+            if tensor.name in stored:
+                raise CheckpointError(
+                    f"tensor '{tensor.name}' is in {stored[tensor.name].file.name} and again in {file.name}"
+                )
+            stored[tensor.name] = tensor
+    for name, shard in found.promised.items():
+        if name not in stored:
+            raise CheckpointError(f"{shard} lacks tensor '{name}', which the index says it holds")
+    return stored
 
 
-def _readable_name(path: Path) -> str:
-    """A folder's or file's name; `model`, which says nothing, brings its parent's."""
-    return f"{path.parent.name}/{path.name}" if path.name in ("model", "pytorch_model") else path.name
-
-
-def _files_of_folder(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files of the model in `folder` (the index's shards, a numbered set, or the one file there is), and which
-    shard the index promises for each tensor (empty without an index).
-    """
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    preferred = folder / "model.safetensors.index.json"
-    if indices:
-        if preferred not in indices and len(indices) > 1:
-            raise CheckpointError(f"{folder} has several indices ({_names(indices)}) and none is {preferred.name}")
-        return _shards_of_index(preferred if preferred in indices else indices[0])
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"], {}
-    found = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
-    if len(found) > 1:
-        return _numbered_set(folder, found), {}
-    if not found:
-        pickles = sorted(p for p in folder.iterdir() if p.suffix in _PICKLES)
-        hint = (
-            f"; {pickles[0].name} is a pickle, which is not read: save the model again as safetensors"
-            if pickles
-            else "; give a folder with .safetensors files, a .safetensors or .gguf file, or a hub id"
-        )
-        raise CheckpointError(f"{folder} has no .safetensors or .gguf file{hint}")
-    return (_numbered_set(folder, found) if _SHARD.match(found[0].name) else found), {}
-
-
-def _shards_of_index(index: Path) -> tuple[list[Path], dict[str, str]]:
-    try:
-        promised = dict(json.loads(index.read_text())["weight_map"])
-        files = [index.parent / name for name in sorted(set(promised.values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise CheckpointError(f"{index} is no index of safetensors shards ({type(err).__name__}: {err})") from err
-    _require(files, f"{index.name} names")
-    return files, promised
-
-
-def _numbered_set(folder: Path, found: Sequence[Path]) -> list[Path]:
-    """Files called `stem-00001-of-00003.suffix`: all of one set, or an error that names what is missing."""
-    matches = [m for m in (_SHARD.match(p.name) for p in found) if m]
-    sets = {(m["stem"], m["count"], m["suffix"]) for m in matches}
-    if len(matches) != len(found) or len(sets) != 1:
-        raise CheckpointError(f"{folder} has several models ({_names(found)}) and no index; give one of the files")
-    stem, count, suffix = sets.pop()
-    files = [folder / f"{stem}-{i:05d}-of-{count}{suffix}" for i in range(1, int(count) + 1)]
-    _require(files, "the set needs")
-    return files
-
-
-def _require(files: Sequence[Path], who: str) -> None:
-    missing = [p for p in files if not p.exists()]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise CheckpointError(f"shard {missing[0].name} is missing from {missing[0].parent}{more}: {who} it")
-
-
-def _names(files: Sequence[Path]) -> str:
-    return ", ".join(p.name for p in files[:4]) + (", …" if len(files) > 4 else "")
-
-
-def _download(hub_id: str) -> Path:
-    """The hub's safetensors files of a model, through the cache of huggingface_hub; needs the network once."""
-    import huggingface_hub
-
-    repo, _, revision = hub_id.partition("@")
-    try:
-        folder = huggingface_hub.snapshot_download(
-            repo,
-            revision=revision or None,
-            allow_patterns=["*.safetensors", "*.safetensors.index.json"],
-            ignore_patterns=["*/*"],  # copies in other layouts (original/, metal/, onnx/)
-        )
-    except Exception as err:  # the client's, the HTTP library's and the system's errors have no common base
-        first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
-        raise CheckpointError(f"'{hub_id}': no such file or folder, and the hub did not give it: {first}") from err
-    path = Path(folder)
-    if not any(path.glob("*.safetensors")):
-        raise CheckpointError(f"'{hub_id}' has no .safetensors file at its top level; other formats are not downloaded")
-    return path
-
-
-# ---- headers ---------------------------------------------------------------------------------------------------------
-
-
-def _assemble(
-    source: str, name: str, files: Sequence[Path], promised: dict[str, str], warnings: list[str]
-) -> Checkpoint:
-    kinds = {_format_of(file) for file in files}
-    if len(kinds) > 1:
-        raise CheckpointError(f"'{source}' mixes GGUF and safetensors files; give one of them")
-    fmt = kinds.pop()
-    read = _headers_gguf if fmt == "gguf" else _headers_safetensors
-    headers: dict[str, Header] = {}
-    places: dict[str, tuple[Path, int, int]] = {}
-    for file in files:
-        for tensor, header, offset, nbytes in read(file):
-            if tensor in headers:
-                raise CheckpointError(f"tensor '{tensor}' is in {places[tensor][0].name} and again in {file.name}")
-            headers[tensor] = header
-            places[tensor] = (file, offset, nbytes)
-    for tensor, shard in promised.items():
-        if tensor not in headers:
-            raise CheckpointError(f"{shard} lacks tensor '{tensor}', which the index says it holds")
-    weights, left = [], []
-    for tensor, role in sorted(classify(headers).items(), key=lambda item: natural_key(item[0])):
-        header, (file, offset, nbytes) = headers[tensor], places[tensor]
+def _classified(
+    stored: Mapping[str, Stored], recognised: Recognised, container: str
+) -> tuple[list[Weight], list[Left], Sequence[str]]:
+    headers = {
+        name: Header(e.shape, e.dtype, quantized=e.quantized, why_dim=e.why_dim)
+        for name, e in recognised.weights.items()
+    }
+    taken = {part.name for e in recognised.weights.values() for part in e.parts} | set(recognised.parts)
+    headers |= {name: Header(t.shape, t.dtype) for name, t in stored.items() if name not in taken}
+    weights, left, warnings = [], [], []
+    for name, role in sorted(classify(headers).items(), key=lambda item: natural_key(item[0])):
+        header, encoding = headers[name], recognised.weights.get(name)
         if role.fault:
-            raise CheckpointError(f"{file.name}: {role.fault}")
-        if role.kind is None:
-            left.append(Left(tensor, header.shape, header.dtype, role.reason or ""))
-            if role.warn:
-                warnings.append(f"'{tensor}' {list(header.shape)} left out: {role.reason}")
-            continue
-        layer = layer_of(tensor)
-        shape, dtype, quantized = header.shape, header.dtype, header.quantized
-        weights.append(Weight(tensor, role.kind, layer, shape, dtype, role.dim, file, quantized, offset, nbytes))
-    if not weights:
-        raise CheckpointError(f"'{source}' has no linear weights among its {len(headers)} tensors{_example(left)}")
-    return Checkpoint(source, name, fmt, tuple(files), tuple(weights), tuple(left), tuple(warnings))
+            raise CheckpointError(f"{stored[name].file.name}: {role.fault}")
+        if role.warn:
+            warnings.append(f"'{name}' {list(header.shape)} {role.warn}")
+        if role.kind is None or encoding is None:
+            left.append(Left(name, header.shape, header.dtype, role.reason or ""))
+        else:
+            weights.append(_weight(name, role, encoding, container))
+    left += [Left(name, stored[name].shape, stored[name].dtype, what) for name, what in recognised.parts.items()]
+    return weights, sorted(left, key=lambda item: natural_key(item.name)), warnings
 
 
-def _example(left: Sequence[Left]) -> str:
-    return f" (for example '{left[0].name}': {left[0].reason})" if left else ""
-
-
-def _format_of(path: Path) -> str:
-    """By the first bytes: a GGUF file says that it is one; safetensors opens with the length of its JSON header."""
-    try:
-        with path.open("rb") as file:
-            head, size = file.read(9), path.stat().st_size
-    except OSError as err:
-        raise CheckpointError(f"can't read {path}: {err.strerror or err}") from err
-    if head[:4] == b"GGUF":
-        return "gguf"
-    if path.suffix in _PICKLES:
-        raise CheckpointError(f"{path} is a pickle, which is not read: save the model again as safetensors")
-    length = int.from_bytes(head[:8], "little")
-    if len(head) < 9 or head[8:9] != b"{" or (length > size and path.suffix != ".safetensors"):
-        raise CheckpointError(f"{path} is neither a safetensors nor a GGUF file ({size} bytes)")
-    return "safetensors"
-
-
-@functools.lru_cache(maxsize=2)
-def _open_safetensors(path: Path, mtime_ns: int, size: int) -> Any:
-    """A memory-mapped file; the last two stay open, so that a scan doesn't parse a shard's header once a tensor."""
-    import safetensors
-
-    try:
-        return safetensors.safe_open(str(path), framework="pt")
-    except (safetensors.SafetensorError, OSError, ValueError) as err:
-        raise CheckpointError(f"{path} is truncated or no safetensors file: {err}") from err
-
-
-def _safetensors(path: Path) -> Any:
-    try:
-        stat = path.stat()
-    except OSError as err:
-        raise CheckpointError(f"can't read {path}: {err.strerror or err}") from err
-    return _open_safetensors(path, stat.st_mtime_ns, stat.st_size)
-
-
-def _headers_safetensors(path: Path) -> Iterator[tuple[str, Header, int, int]]:
-    file = _safetensors(path)
-    for name in file.keys():
-        piece = file.get_slice(name)
-        yield name, Header(tuple(piece.get_shape()), str(piece.get_dtype())), 0, 0
-
-
-def _load_safetensors(weight: Weight) -> Tensor:
-    try:
-        return _safetensors(weight.file).get_tensor(weight.name)
-    except CheckpointError:
-        raise
-    except Exception as err:  # SafetensorError, or torch's own: a foreign type in the file
-        raise CheckpointError(f"{weight.file}: tensor '{weight.name}' can't be read: {err}") from err
-
-
-def _headers_gguf(path: Path) -> Iterator[tuple[str, Header, int, int]]:
-    import gguf
-
-    try:
-        reader = gguf.GGUFReader(path)
-        tensors = list(reader.tensors)
-    except Exception as err:  # a damaged header makes the reader fail in many ways: IndexError, ValueError, KeyError…
-        raise CheckpointError(f"{path} is truncated or no GGUF file ({type(err).__name__}: {err})") from err
-    if reader.byte_order == "S":
-        raise CheckpointError(f"{path} is a GGUF file of the other byte order, which is not read")
-    for tensor in tensors:
-        dtype = tensor.tensor_type.name
-        floating = dtype in ("F64", "F32", "F16", "BF16")
-        integer = dtype in ("I8", "I16", "I32", "I64")
-        shape = tuple(int(n) for n in reversed(tensor.shape))
-        yield (
-            tensor.name,
-            Header(shape, dtype, quantized=not floating and not integer),
-            int(tensor.data_offset),
-            int(tensor.n_bytes),
-        )
-
-
-def _load_gguf(weight: Weight) -> Tensor:
-    """Dequantizes to float32, a few rows at a time into one tensor."""
-    import gguf
-    import numpy as np
-
-    kind = gguf.GGMLQuantizationType[weight.dtype]
-    out = torch.empty(weight.shape, dtype=torch.float32)
-    rows = out.view(-1, weight.shape[-1])
-    try:
-        packed = np.memmap(weight.file, mode="r", offset=weight.offset, shape=(weight.nbytes,), dtype=np.uint8)
-        packed = packed.reshape(rows.shape[0], -1)
-        step = max(1, _DEQUANTIZE_BYTES // packed.shape[1])
-        for start in range(0, rows.shape[0], step):
-            part = np.array(packed[start : start + step])  # a copy: torch wants memory it may write
-            if weight.dtype == "F64":
-                values = part.view(np.float64).astype(np.float32)
-            else:
-                values = gguf.dequantize(part, kind)
-            rows[start : start + step] = torch.from_numpy(values)
-    except (OSError, ValueError, NotImplementedError) as err:
-        raise CheckpointError(f"{weight.file}: tensor '{weight.name}' ({weight.dtype}) can't be read: {err}") from err
-    return out
+def _weight(name: str, role: Role, encoding: Encoding, container: str) -> Weight:
+    assert role.kind is not None
+    return Weight(
+        name,
+        role.kind,
+        layer_of(name),
+        encoding.shape,
+        encoding.dtype,
+        role.dim,
+        encoding.codes.file,
+        encoding.quantized,
+        f"GGUF {role.why_dim.removeprefix('nn.Linear ')}" if container == "gguf" else role.why_dim,
+        encoding.stored_as,
+        8 * encoding.nbytes / max(math.prod(encoding.shape), 1),
+        encoding.group(role.dim),
+        encoding,
+    )

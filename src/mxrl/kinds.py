@@ -9,7 +9,8 @@ A linear layer computes `y_TN = x_TK · W_NK^T`: T tokens, N outputs, K the cont
 
 Names alone decide what a tensor is; shapes decide the orientation, because both layouts of fused experts use the same
 names: with I the experts' inner width, `gate_up_proj` is [E, 2I, H] or [E, H, 2I], `down_proj` [E, H, I] or [E, I, H],
-and no H and I fit both readings. Whatever is not counted is returned too, with the reason.
+and no H and I fit both readings. Whatever is not counted is returned too, with the reason. A weight stored in another
+form (packed codes) is judged by its logical shape: `mxrl.checkpoints` has put its parts together before.
 """
 
 from __future__ import annotations
@@ -54,26 +55,33 @@ _NORM = re.compile(r"norm|^ln_|_ln$|^ln\d?$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of a tensor before its data are read: shape (slowest axis first) and type ("BF16", "Q4_1")."""
+    """What is known of a tensor before its data are read: shape (slowest axis first) and stored type ("BF16", "Q4_1").
+
+    `quantized`: it is stored in another form and decodes to float32. `why_dim`: the form itself says that the last axis
+    of `shape` is contracted, in these words.
+    """
 
     shape: tuple[int, ...]
     dtype: str
-    quantized: bool = False  # a GGUF type that dequantizes to float32
+    quantized: bool = False
+    why_dim: str | None = None
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a tensor is: `kind` of layer and contraction axis `dim` if it is a linear weight, else the `reason` why not.
+    """What a tensor is: `kind` of layer, contraction axis `dim` and how that was decided (`why_dim`) if it is a linear
+    weight, else the `reason` why not.
 
-    `fault` is set where a linear weight can't be read as numbers (integer codes with their scales elsewhere), `warn`
-    where something looks like a weight that this module doesn't know how to orient.
+    `fault` is set where a linear weight can't be read as numbers (codes without their scales), `warn` where something
+    looks like a weight that this module doesn't know how to orient, or has had to guess (what, in words).
     """
 
     kind: str | None = None
     dim: int = -1
+    why_dim: str = ""
     reason: str | None = None
     fault: str | None = None
-    warn: bool = False
+    warn: str | None = None
 
 
 def layer_of(name: str) -> int | None:
@@ -142,20 +150,25 @@ def _classify_one(name: str, header: Header, headers: Mapping[str, Header], conv
         return Role(reason=reason)
     is_weight = name.endswith(".weight")
     kind = kind_of(name.removesuffix(".weight"))
+    fused = len(header.shape) == 3 and kind.startswith("experts.") and kind != "experts.other"
+    if (fused or (len(header.shape) == 2 and is_weight)) and header.why_dim:
+        return Role(kind, why_dim=header.why_dim)
     if len(header.shape) == 2 and is_weight:
-        transposed = conv1d and re.search(r"\.(c_attn|c_proj|c_fc|q_attn)\.weight$", name)
-        return Role(kind, dim=-2 if transposed else -1)
-    if len(header.shape) == 3 and kind.startswith("experts.") and kind != "experts.other":
-        return Role(kind, dim=-2 if _transposed_experts(name, headers) else -1)
+        if conv1d and re.search(r"\.(c_attn|c_proj|c_fc|q_attn)\.weight$", name):
+            return Role(kind, dim=-2, why_dim="GPT-2 Conv1D [in, out]")
+        return Role(kind, why_dim="nn.Linear [out, in]")
+    if fused:
+        return _fused_experts(name, kind, headers)
     if "experts" in name.split("."):
-        return Role(reason="experts in a layout that mxrl does not know", warn=True)
+        reason = "experts in a layout that mxrl does not know"
+        return Role(reason=reason, warn=f"left out: {reason}")
     if len(header.shape) == 2:
         return Role(reason="parameter that is no layer's weight")
     return Role(reason=f"{len(header.shape)}-dimensional, no linear weight")
 
 
 def _codes_or_bookkeeping(name: str, header: Header, reason: str | None) -> Role:
-    """An integer or 8-bit float: the codes of a quantized linear weight (a fault), or indices, zero points, scales."""
+    """Codes that nothing was found to decode: a fault if they are a linear weight's; else indices, position ids, …"""
     float8 = header.dtype.startswith(("F8", "F6", "F4"))
     what = "8-bit (or smaller) float" if float8 else "integer"
     codes = next((name.removesuffix(end) for end in _CODES if name.endswith(end)), None)
@@ -166,16 +179,25 @@ def _codes_or_bookkeeping(name: str, header: Header, reason: str | None) -> Role
     if codes is None or len(header.shape) < 2 or reason or (name.endswith("_blocks") and "experts" not in name):
         return Role(reason=f"{what} tensor" + (f" ({reason})" if reason not in (None, "vector") else ""))
     fault = (
-        f"tensor '{name}' is a linear weight stored as {header.dtype} (this checkpoint is already quantized, and its "
-        "scales lie elsewhere); give the float16, bfloat16 or float32 checkpoint it was made from"
+        f"tensor '{name}' is a linear weight stored as {header.dtype} {list(header.shape)} (this checkpoint is already "
+        "quantized), and no scales that mxrl knows lie beside it; give the whole checkpoint if they are in another "
+        "file, or the float16, bfloat16 or float32 checkpoint it was made from"
     )
     return Role(reason=f"{what} tensor", fault=fault)
 
 
-def _transposed_experts(name: str, headers: Mapping[str, Header]) -> bool:
-    """Whether fused experts are stored [E, K, N]; see the module's head for why the shapes decide."""
+def _fused_experts(name: str, kind: str, headers: Mapping[str, Header]) -> Role:
+    """The orientation of experts in one tensor; see the module's head for why both shapes together decide."""
     stem = name.removesuffix(".weight").rpartition(".")[0]
     gate_up, down = headers.get(f"{stem}.gate_up_proj"), headers.get(f"{stem}.down_proj")
-    if gate_up is None or down is None or len(gate_up.shape) != 3 or len(down.shape) != 3:
-        return False
-    return gate_up.shape[1] == down.shape[2]  # both H; in the other layout these are 2I and I
+    if gate_up is not None and down is not None and len(gate_up.shape) == len(down.shape) == 3:
+        if gate_up.shape[1] == down.shape[2]:  # both H; in the other layout these are 2I and I
+            return Role(kind, dim=-2, why_dim="gpt-oss experts [E, in, out]")
+        return Role(kind, why_dim="fused experts [E, out, in]")
+    if not name.endswith(("gate_up_proj", "down_proj")):
+        return Role(kind, why_dim="fused experts [E, out, in]")
+    other = "down_proj" if name.endswith("gate_up_proj") else "gate_up_proj"
+    guess = (
+        f"read as [E, out, in]: the shapes of gate_up_proj and down_proj decide that, and '{stem}.{other}' is missing"
+    )
+    return Role(kind, why_dim="fused experts [E, out, in], assumed", warn=guess)

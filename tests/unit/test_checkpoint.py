@@ -152,6 +152,11 @@ def test_every_family_that_convert_knows(family: str, tmp_path: Path) -> None:
         assert x.shape == weight.shape
         fused_transposed = family == "gpt_oss" and weight.kind.startswith("experts.")
         assert weight.dim == (-2 if fused_transposed else -1), weight.name
+        assert not weight.quantized and weight.group is None and weight.bits == 32 and weight.stored_as == "float32"
+        if fused_transposed:
+            assert weight.why_dim == "gpt-oss experts [E, in, out]"
+        else:
+            assert weight.why_dim in ("nn.Linear [out, in]", "fused experts [E, out, in]")
         inputs = {"o": 64, "down": 96 if "mlp.down" in weight.name else 48}.get(
             weight.kind.removeprefix("experts."), 64
         )
@@ -162,11 +167,22 @@ def test_every_family_that_convert_knows(family: str, tmp_path: Path) -> None:
     assert reasons.get("lm_head.weight", "output head") == "output head"
 
 
+def test_one_half_of_fused_experts_is_oriented_by_a_guess_that_is_said(tmp_path: Path) -> None:
+    """The shapes of both decide; in a lone shard there may be only one."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    save_file(tensors(LLAMA | {name: (2, 96, 64)}), tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    weight = next(w for w in checkpoint.weights if w.name == name)
+    assert (weight.dim, weight.why_dim) == (-1, "fused experts [E, out, in], assumed")
+    assert name in checkpoint.warnings[0] and "down_proj' is missing" in checkpoint.warnings[0]
+
+
 def test_gpt2_weights_are_contracted_along_their_first_axis(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=40)).save_pretrained(tmp_path)
     weights = {w.kind: w for w in open_checkpoint(tmp_path).weights}
+    assert {w.why_dim for w in weights.values()} == {"GPT-2 Conv1D [in, out]"}
     assert {k: (w.shape, w.dim) for k, w in weights.items()} == {
         "qkv": ((32, 96), -2),
         "o": ((32, 32), -2),
@@ -253,7 +269,7 @@ def test_gguf_dequantizes_to_what_the_package_says(
     tmp_path: Path, gguf_data: dict[str, tuple[np.ndarray, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf", gguf_data)
-    monkeypatch.setattr(module, "_DEQUANTIZE_BYTES", 700)  # a few rows at a time, the last ones fewer
+    monkeypatch.setattr(module, "_DECODE_ELEMENTS", 700)  # a few rows at a time, the last ones fewer
     checkpoint = open_checkpoint(tmp_path / "tiny.gguf")
     kinds = {w.name: (w.kind, w.dtype, w.quantized, w.dim) for w in checkpoint.weights}
     assert kinds == {
@@ -264,7 +280,13 @@ def test_gguf_dequantizes_to_what_the_package_says(
         "blk.0.ffn_down_exps.weight": ("experts.down", "Q4_0", True, -1),
         "blk.0.ffn_up_exps.weight": ("experts.up", "Q8_0", True, -1),
     }
+    about = {w.name: (w.stored_as, w.bits, w.group, w.why_dim) for w in checkpoint.weights}
+    assert about["blk.0.attn_q.weight"] == ("GGUF Q4_1, blocks of 32 with their scales", 5.0, 32, "GGUF [out, in]")
+    assert about["blk.0.ffn_up_exps.weight"][1:] == (8.5, 32, "GGUF fused experts [E, out, in]")
+    assert about["blk.0.attn_v.weight"] == ("bfloat16", 16.0, None, "GGUF [out, in]")
     for weight, x in checkpoint.stream():
+        rows = x.reshape(-1, x.shape[-1])
+        assert torch.equal(checkpoint.read(weight, 5, 31), rows[5:31])
         values, kind = gguf_data[weight.name]
         qtype = gguf.GGMLQuantizationType[kind]
         expected = torch.from_numpy(gguf.dequantize(gguf.quantize(values, qtype), qtype))
@@ -284,7 +306,7 @@ def test_broken_gguf_files(tmp_path: Path, gguf_data: dict[str, tuple[np.ndarray
         fails(cut, cut.name, "truncated")
     fails_foreign = tmp_path / "foreign.gguf"
     fails_foreign.write_bytes(b"not a model at all, just some text")
-    fails(fails_foreign, "foreign.gguf", "neither a safetensors nor a GGUF file")
+    fails(fails_foreign, "foreign.gguf", "neither a safetensors nor a GGUF nor a PyTorch file")
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -302,8 +324,6 @@ def test_a_foreign_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_text("<html>404 not found</html>")
     fails(path, str(path), "neither")
-    torch.save({"w": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
-    fails(tmp_path / "pytorch_model.bin", "pickle")
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -324,9 +344,9 @@ def test_a_shard_without_a_promised_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_folders_that_hold_no_one_model(tmp_path: Path) -> None:
-    fails(tmp_path, "no .safetensors or .gguf file")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    fails(tmp_path, "pickle")
+    fails(tmp_path, "no .safetensors, .gguf or PyTorch .bin file")
+    (tmp_path / "training_args.bin").write_bytes(b"x")  # what a trainer leaves is no model
+    fails(tmp_path, "no .safetensors, .gguf or PyTorch .bin file")
     save_file(tensors(LLAMA), tmp_path / "a.safetensors")
     save_file(tensors(LLAMA), tmp_path / "b.safetensors")
     fails(tmp_path, "a.safetensors, b.safetensors", "give one")
@@ -396,7 +416,12 @@ def test_a_hub_id_downloads_safetensors_only(tmp_path: Path, monkeypatch: pytest
     assert len(checkpoint.weights) == 7
     repo, options = calls[0]
     assert (repo, options["revision"]) == ("someone/tiny", "v1")
-    assert options["allow_patterns"] == ["*.safetensors", "*.safetensors.index.json"]
+    assert options["allow_patterns"] == [
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "config.json",
+        "quantize_config.json",
+    ]
     assert options["ignore_patterns"] == ["*/*"]  # no second copy from original/ or onnx/
     (tmp_path / "model.safetensors").unlink()
     fails("someone/tiny", "no .safetensors file")
