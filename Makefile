@@ -5,12 +5,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TORCH  := torch==2.13.0
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test oracles lint types check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/mxrl demo --out demo
 
-test: $(VENV)/.dev lint types check
+test: $(VENV)/.dev $(VENV)/oracles/.complete lint types check
 
 lint:
 	$(BIN)/ruff check src tests experiments benchmarks
@@ -36,6 +36,14 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev]'
 	SKIP_CUDA_BUILD=1 $(PIP) --no-build-isolation --no-cache-dir fouroversix==1.0.5
+	touch $@
+
+# GPTQModel packs and unpacks GPTQ and AWQ for the tests. In a folder of its own: peft refuses to be imported beside it.
+oracles: $(VENV)/oracles/.complete
+
+$(VENV)/oracles/.complete: $(VENV)/.torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oracles gptqmodel==7.7.0 \
+		logbar==0.4.15 device-smi==0.5.7 pypcre==0.6.4 tokenicer==0.0.14 defuser==0.0.28 threadpoolctl==3.8.0
 	touch $@
 
 clean:

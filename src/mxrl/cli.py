@@ -42,14 +42,26 @@ def _options(
 @app.command()
 def analyze(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A .safetensors or .gguf file, a Hugging Face folder, or a hub id.")
+        str, typer.Argument(metavar="MODEL", help="A weights file, a Hugging Face folder, a hub id, policy:dense.")
     ],
+    other: Annotated[
+        str | None, typer.Argument(metavar="[B]", help="Compare MODEL with B, as before and after RL: what changed.")
+    ] = None,
     recipe: Annotated[
         list[str] | None,
         typer.Option(
             "--recipe", "-r", help="As mxfp4+mbs:search16+of:0.5; may be given several times (default mxfp4)."
         ),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="ORIGINAL", help="Split the error of MODEL, which someone quantized, from its original."),
+    ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(metavar="TASK", help="Run prompts, as chain or gsm8k:FILE, and split the linears' inputs."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts --activations runs.")] = 64,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the results (default analysis-MODEL).")
     ] = None,
@@ -57,21 +69,60 @@ def analyze(
     on_nonfinite: Annotated[
         str, typer.Option(metavar="error|skip", help="What to do with a tensor that holds NaN or Inf.")
     ] = "error",
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Cores to use, each a process where memory allows (default all).")
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="What all processes together may take, mapped files apart, as 2GB.")
+    ] = "2GB",
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where to compute; cuda: every GPU, a process each.")
+    ] = "auto",
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster whose CPUs do the work, as host:6379 or auto.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Take what an earlier run has measured on the same files from --out, or start over.")
+    ] = True,
+    bits: Annotated[
+        float, typer.Option(metavar="BITS", help="Budget of the recommended recipes, an element, scales included.")
+    ] = 4.5,
 ) -> None:
     """Split the quantization error of a checkpoint's linear weights: tables here, a page and JSON in a folder."""
     from rich.console import Console
 
+    from mxrl.report.analyze import Interrupted
     from mxrl.report.analyze import analyze as run
-    from mxrl.report.console import Bar, print_analysis
+    from mxrl.report.budget import BudgetError
+    from mxrl.report.console import Bar
     from mxrl.report.summary import to_json
+    from mxrl.rl.policy import resolve_model
+    from mxrl.scan_workers import OptionError, parse_size
 
     if on_nonfinite not in ("error", "skip"):
         raise typer.BadParameter(f"'{on_nonfinite}' is neither error nor skip", param_hint="--on-nonfinite")
-    folder = out or Path(f"analysis-{_stem(model)}")
+    which, second = _which(other, against, activations)
+    if which and cluster:
+        raise typer.BadParameter(f"a cluster scans one checkpoint's weights, not {which}", param_hint="--cluster")
+    beside = f"-{which.lstrip('-').replace('B', 'to')}-{_stem(second)}" if which else ""
+    folder = out or Path(f"analysis-{_stem(model)}{beside}")
     errors = Console(stderr=True)
     try:
-        with Bar(errors) as bar:
-            result = run(model, recipe or ["mxfp4"], out=folder, on_nonfinite=on_nonfinite, progress=bar)
+        if which:
+            result = _compared(
+                which, model, second, recipe or [], errors, out=folder, prompts=prompts, on_nonfinite=on_nonfinite,
+                jobs=jobs, memory=parse_size(memory), device=device, bits=bits,
+            )  # fmt: skip
+        else:
+            with Bar(errors) as bar:
+                result = run(
+                    resolve_model(model), recipe or ["mxfp4"], out=folder, on_nonfinite=on_nonfinite, progress=bar,
+                    jobs=jobs, memory=parse_size(memory), device=device, cluster=cluster, resume=resume, bits=bits,
+                )  # fmt: skip
+    except (OptionError, BudgetError) as err:
+        raise Stopped(str(err), 2) from None
+    except Interrupted as stop:
+        raise Stopped(str(stop), 130) from None
     except KeyboardInterrupt:
         raise Stopped("interrupted; nothing was written", 130) from None
     for warning in result["warnings"]:
@@ -82,8 +133,66 @@ def analyze(
     if json:
         print(to_json(result, indent=1))
     else:
-        print_analysis(result, Console())
+        _printer(which)(result, Console())
         print(f"written: {folder / 'report.html'}, summary.json, tensors.jsonl")
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `mxrl analyze` has written.")],
+) -> None:
+    """Make a folder's report.html once more from its summary.json and tensors.jsonl."""
+    from mxrl.report.folder import rebuild
+
+    print(f"written: {rebuild(folder)}")
+
+
+def _which(other: str | None, against: str | None, activations: str | None) -> tuple[str, str]:
+    """("B" | "--against" | "--activations", its value), or ("", "") for an analysis of one checkpoint's weights."""
+    given = [(n, v) for n, v in (("B", other), ("--against", against), ("--activations", activations)) if v is not None]
+    if len(given) > 1:
+        raise typer.BadParameter(f"{given[0][0]} and {given[1][0]} ask for different analyses; give one of them")
+    return given[0] if given else ("", "")
+
+
+def _compared(
+    which: str, model: str, second: str, recipes: list[str], errors: Any, *, out: Path, prompts: int,
+    on_nonfinite: str, jobs: int | None, memory: int, device: str, bits: float,
+) -> dict[str, Any]:  # fmt: skip
+    """The summary of the analysis that `_which` named; shows its progress on `errors`."""
+    from mxrl.report import compare
+    from mxrl.report.compare_console import PromptBar
+    from mxrl.report.console import Bar
+
+    if which == "--activations":
+        from mxrl.rl.tasks import TaskError
+
+        try:
+            with PromptBar(errors) as prompt_bar:
+                return compare.analyze_activations(
+                    model, second, recipes, out=out, prompts=prompts, device=device, progress=prompt_bar, bits=bits
+                )
+        except TaskError as err:
+            raise Stopped(str(err), 2) from None
+    with Bar(errors) as bar:
+        if which == "B":
+            return compare.analyze_diff(model, second, recipes, out=out, on_nonfinite=on_nonfinite, progress=bar)
+        return compare.analyze_against(
+            model, second, recipes, out=out, on_nonfinite=on_nonfinite, progress=bar, jobs=jobs, memory=memory,
+            device=device, bits=bits,
+        )  # fmt: skip
+
+
+def _printer(which: str) -> Any:
+    """What prints the summary of an analysis."""
+    from mxrl.report import compare_console
+    from mxrl.report.console import print_analysis
+
+    return {
+        "B": compare_console.print_diff,
+        "--against": compare_console.print_against,
+        "--activations": compare_console.print_activations,
+    }.get(which, print_analysis)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -105,9 +214,13 @@ def train(
     from mxrl.rl.config import TrainConfig
 
     run = TrainConfig.from_options(config, **given)  # a wrong option is known before torch's friends are loaded
+    from mxrl.rl import ranks
     from mxrl.rl.train import train as start
 
     summary = start(run, resume=resume)
+    ranks.finish()
+    if ranks.rank():
+        return
     if json:
         from mxrl.report.summary import to_json
 
@@ -208,8 +321,12 @@ def _explain(err: Exception) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    if message:
-        print(f"mxrl: {message}", file=sys.stderr)
+    """Say why; of several processes (torchrun's RANK) the first speaks for all where the call itself was wrong."""
+    rank, processes = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+    if message and (processes == 1 or rank == "0" or code == 1):
+        print(f"mxrl: {f'rank {rank}: ' if processes > 1 else ''}{message}", file=sys.stderr, flush=True)
+    if processes > 1 and "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
+        os._exit(code)  # NCCL would wait for the other processes on the way out
     return code
 
 

@@ -1,13 +1,15 @@
 """A whole checkpoint through the decomposition: for every linear weight and every recipe, one `ErrorStats`.
 
-    for weight in checkpoint.weights:                 # fixed order
-        x = checkpoint.load(weight)                   # one tensor in memory
-        stats[weight, recipe] = error_stats(x, recipe, dim=weight.dim)
-    total[recipe] = Σ stats[weight, recipe]           # merged in that same order
+    for weight in checkpoint.weights:                            # fixed order
+        for start, stop in ranges(weight.shape, weight.dim):     # fixed too: shape and axis alone decide
+            rows = checkpoint.read(weight, start, stop)          # a task, wherever it is done (scan_tasks)
+            stats[weight, recipe] += error_stats(rows, recipe)
+    total[recipe] = Σ stats[weight, recipe]                      # merged in that same order
 
-`scan_tensor` is the unit of work and depends on nothing but its tensor; every sum is formed afterwards from the list of
-results, in the checkpoint's order. So it does not matter who computed which tensor, or when: sums come out bit for bit
-the same.
+`scan` keeps a pool of workers busy (scan_workers; scan_ray on a cluster), notes what is finished (scan_journal) and
+forms every sum afterwards, from the list of results, in the checkpoint's order. So it does not matter who computed
+what, when, or whether it was yesterday: sums come out bit for bit the same (on one kind of device; a GPU's differ by up
+to 1e-12).
 """
 
 from __future__ import annotations
@@ -15,20 +17,25 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mxrl.checkpoint import Checkpoint, Weight
-from mxrl.decompose import ErrorStats, error_stats
+from mxrl.decompose import ErrorStats
 from mxrl.kinds import KINDS
+from mxrl.moments import Moments
 from mxrl.recipes import Recipe, RecipeError
+from mxrl.scan_journal import Journal
+from mxrl.scan_tasks import Ledger, Task, column_of, every_of, ranges, read
+from mxrl.scan_workers import MEMORY, Pool, Shape, open_pool, shape_of
 
 PLAIN = "mxfp4"
 BASELINES = ("mxfp4:floor", "mxfp4:even", "nvfp4")
-_FINITE_CHUNK = 1 << 22  # elements looked at together when a tensor is checked for NaN and Inf
+_FINITE_CHUNK = 1 << 22  # elements looked at together when a tensor is searched for NaN and Inf
 
 
 class NonFiniteError(ValueError):
@@ -37,10 +44,15 @@ class NonFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class TensorScan:
-    """One weight's statistics, by recipe (`str(recipe)`, in the scan's order)."""
+    """One weight's statistics, by recipe (`str(recipe)`, in the scan's order).
+
+    sampled: those of the scan's `extra` recipes, on every n-th row. moments: of its values, if asked for.
+    """
 
     weight: Weight
     stats: dict[str, ErrorStats]
+    sampled: dict[str, ErrorStats] = field(default_factory=dict)
+    moments: Moments | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,19 @@ class Skipped:
 
     weight: Weight
     reason: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """Progress: a part of a weight's work, as elements and as bytes of its file, and whether it was `measured` now.
+
+    What an earlier run had measured comes first. The steps of a weight add up to all of it.
+    """
+
+    weight: Weight
+    numel: float
+    nbytes: float
+    measured: bool
 
 
 @dataclass(frozen=True)
@@ -61,6 +86,9 @@ class Scan:
     tensors: tuple[TensorScan, ...]
     skipped: tuple[Skipped, ...]
     seconds: float
+    device: str = "cpu"
+    extra: tuple[str, ...] = ()
+    every: int = 1  # rows from one of the sample to the next, for `extra`
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -80,6 +108,10 @@ class Scan:
             for t in self.tensors
             if (kind is None or t.weight.kind == kind) and (layer is None or t.weight.layer == layer)
         )
+
+    def sampled(self, recipe: str, kind: str | None = None) -> ErrorStats:
+        """The merged statistics of one of the `extra` recipes over the sample's rows of all weights or of a kind's."""
+        return merge(t.sampled[recipe] for t in self.tensors if kind is None or t.weight.kind == kind)
 
     def relative(self, recipe: str) -> float:
         """T of `recipe` over T of plain MXFP4 (NaN where plain MXFP4 makes no error at all)."""
@@ -105,60 +137,155 @@ def parse_recipes(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(r.operand) for r in recipes))
 
 
+def columns_of(recipes: Sequence[str], baselines: Sequence[str] = BASELINES) -> tuple[str, ...]:
+    """What a scan of `recipes` computes: plain MXFP4, then those, then the baselines, each once."""
+    return tuple(dict.fromkeys((PLAIN, *parse_recipes(recipes), *parse_recipes(baselines))))
+
+
 def scan(
     checkpoint: Checkpoint,
     recipes: Sequence[str] = (PLAIN,),
     *,
     baselines: Sequence[str] = BASELINES,
+    extra: Sequence[str] = (),
+    moments: bool = False,
     on_nonfinite: str = "error",
-    progress: Callable[[Weight], None] | None = None,
+    progress: Callable[[Step], None] | None = None,
+    jobs: int | None = None,
+    memory: int = MEMORY,
+    device: str = "auto",
+    cluster: str | None = None,
+    journal: Journal | None = None,
 ) -> Scan:
     """Scan every linear weight of `checkpoint` with plain MXFP4, `recipes` and `baselines`.
 
-    `on_nonfinite`: "error" raises NonFiniteError at the first weight with a NaN or an Inf; "skip" leaves the weight out
-    and reports it. `progress` is called after each weight. Memory: one tensor and the decomposition's chunks.
+    extra: further recipes, for which a sample is enough: every n-th row of each weight (scan_tasks.every_of), all of
+        them in a small checkpoint. moments: take those of every weight's values too (mxrl.moments).
+    on_nonfinite: "error" raises NonFiniteError for the first weight with a NaN or an Inf; "skip" leaves such weights
+        out and reports them. progress: called after each task.
+    jobs: cores to use, each a process where memory allows; 1: this process alone; None: all of them, or this process
+        alone where there's little to do. memory: bytes that all processes together may take, mapped files apart.
+    device: "auto" (GPUs for much work, if there are any), "cpu", "cuda" (every GPU, a process each) or "cuda:N".
+    cluster: a Ray cluster's address; then jobs, memory and device are the cluster's affair, and its CPUs compute.
+    journal: of earlier results, and where new ones go; it must be for the same kind of device.
+    Raises RecipeError, NonFiniteError, CheckpointError, WorkerError, ClusterError, JournalError, OptionError, and
+    ValueError for another `on_nonfinite`.
     """
     if on_nonfinite not in ("error", "skip"):
         raise ValueError(f"on_nonfinite='{on_nonfinite}'; possible: error, skip")
     started = time.monotonic()
     asked, others = parse_recipes(recipes), parse_recipes(baselines)
-    columns = tuple(dict.fromkeys((PLAIN, *asked, *others)))
-    done: list[TensorScan] = []
-    skipped: list[Skipped] = []
-    for weight, x in checkpoint.stream():
-        if found := nonfinite(x):
-            if on_nonfinite == "error":
-                raise NonFiniteError(f"tensor '{weight.name}' has {found}; --on-nonfinite skip leaves it out")
-            skipped.append(Skipped(weight, found))
-        else:
-            done.append(TensorScan(weight, scan_tensor(x, columns, dim=weight.dim)))
-        del x  # before the next one is read
-        if progress:
-            progress(weight)
-    return Scan(checkpoint, asked, others, tuple(done), tuple(skipped), time.monotonic() - started)
+    columns = columns_of(recipes, baselines)
+    every = every_of(checkpoint.numel)
+    sampled = {recipe: column_of(recipe, every) for recipe in parse_recipes(extra)}
+    wanted = tuple(dict.fromkeys((*columns, *sampled.values())))
+    ledger = Ledger(checkpoint, wanted, journal.found if journal else None, moments=moments)
+    shape = Shape(("cpu",), 1, 1) if cluster else shape_of(checkpoint, columns, jobs=jobs, memory=memory, device=device)
+    tell = _teller(ledger, progress)
+    poisoned = _poisoned(ledger)
+    tasks = list(ledger.tasks())
+    if tasks and not (poisoned and on_nonfinite == "error"):
+        pool = _on_cluster(checkpoint, cluster) if cluster else open_pool(checkpoint, shape)
+        try:
+            drive(pool, ledger, iter(tasks), tell, journal, stop_at_nonfinite=on_nonfinite == "error")
+        finally:
+            pool.close()
+        poisoned = _poisoned(ledger)
+    skipped = []
+    for weight in poisoned.values():
+        found = nonfinite((read(checkpoint, weight, *r) for r in ranges(weight.shape, weight.dim)), weight.shape)
+        if on_nonfinite == "error":
+            raise NonFiniteError(f"tensor '{weight.name}' has {found}; --on-nonfinite skip leaves it out")
+        skipped.append(Skipped(weight, found))
+    done = tuple(
+        TensorScan(
+            weight,
+            {c: merge(ledger.parts(weight, c)) for c in columns},
+            {recipe: merge(ledger.parts(weight, c)) for recipe, c in sampled.items()},
+            ledger.moments(weight) if moments else None,
+        )
+        for weight in checkpoint.weights
+        if weight.name not in poisoned
+    )
+    devices = ", ".join(dict.fromkeys(shape.devices))
+    seconds = time.monotonic() - started
+    return Scan(checkpoint, asked, others, done, tuple(skipped), seconds, devices, tuple(sampled), every)
 
 
-def scan_tensor(x: Tensor, recipes: Sequence[str], *, dim: int = -1) -> dict[str, ErrorStats]:
-    """One tensor's statistics by recipe; blocks lie along `dim`."""
-    return {recipe: error_stats(x, recipe, dim=dim) for recipe in recipes}
+def _poisoned(ledger: Ledger) -> dict[str, Weight]:
+    """The weights in which a NaN or an Inf has been met, by name, in order."""
+    return {weight.name: weight for weight in ledger.checkpoint.weights if ledger.nonfinite(weight)}
 
 
-def nonfinite(x: Tensor) -> str:
-    """ "" when every element is finite, else how many are not and where the first one is."""
-    flat = x.reshape(-1)
+def _on_cluster(checkpoint: Checkpoint, address: str) -> Pool:
+    from mxrl.scan_ray import Cluster  # Ray is optional, and takes a second to import
+
+    return Cluster(checkpoint, address)
+
+
+def drive(
+    pool: Pool,
+    ledger: Ledger,
+    tasks: Iterator[Task],
+    tell: Callable[[Task], None] = lambda task: None,
+    journal: Journal | None = None,
+    *,
+    stop_at_nonfinite: bool = False,
+) -> None:
+    """Give `tasks`, and those that their results make possible, to `pool` until none is left.
+
+    stop_at_nonfinite: give out no more once a NaN or an Inf has been met; what was given out before is awaited, so that
+    every weight before that one has been looked at.
+    """
+    second: deque[Task] = deque()
+    stopping = False
+    while True:
+        while pool.free and not stopping:
+            task = second.popleft() if second else next(tasks, None)
+            if task is None:
+                break
+            pool.submit(task)
+        if not pool.busy:
+            return
+        task, result = pool.next()
+        if journal:
+            journal.add(task, result)
+        second.extend(ledger.add(task, result))
+        tell(task)
+        stopping |= stop_at_nonfinite and any(s.nonfinite_blocks for s in result.stats.values())
+
+
+def _teller(ledger: Ledger, progress: Callable[[Step], None] | None) -> Callable[[Task], None]:
+    """Tells `progress` what is known already, at once; returns what tells it of a task."""
+
+    def step(index: int, share: float, measured: bool) -> None:
+        weight = ledger.checkpoint.weights[index]
+        if progress and share:
+            progress(Step(weight, weight.numel * share, weight.nbytes * share, measured))
+
+    for index in range(len(ledger.checkpoint.weights)):
+        step(index, ledger.share(index), False)
+    return lambda task: step(task.weight, ledger.share(task.weight, task), True)
+
+
+def nonfinite(pieces: Iterable[Tensor], shape: Sequence[int]) -> str:
+    """ "" when every element of a tensor is finite, else how many are not and where the first one is.
+
+    pieces: the tensor of `shape`, cut along its rows.
+    """
     nan = inf = 0
-    first = -1
-    for start in range(0, flat.numel(), _FINITE_CHUNK):
-        part = flat[start : start + _FINITE_CHUNK]
-        bad = ~torch.isfinite(part)
-        if not bad.any():
-            continue
-        if first < 0:
-            first = start + int(bad.nonzero()[0])
-        here = int(torch.isnan(part).sum())
-        nan, inf = nan + here, inf + int(bad.sum()) - here
+    first, seen = -1, 0
+    for piece in pieces:
+        for part in piece.reshape(-1).split(_FINITE_CHUNK):
+            bad = ~torch.isfinite(part)
+            if bad.any():
+                if first < 0:
+                    first = seen + int(bad.nonzero()[0])
+                here = int(torch.isnan(part).sum())
+                nan, inf = nan + here, inf + int(bad.sum()) - here
+            seen += part.numel()
     if first < 0:
         return ""
-    index = [int(i) for i in torch.unravel_index(torch.tensor(first), x.shape)]
+    index = [int(i) for i in torch.unravel_index(torch.tensor(first), tuple(shape))]
     what = [f"{count} {name}" for count, name in ((nan, "NaN"), (inf, "Inf")) if count]
-    return f"{' and '.join(what)} among its {x.numel():,} elements (the first at {index})"
+    return f"{' and '.join(what)} among its {seen:,} elements (the first at {index})"

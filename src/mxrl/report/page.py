@@ -7,6 +7,7 @@
     page.bars("caption", ["mxfp4", "nvfp4"], {"grid": [.01, .009], "excess": [.004, .0002]}, form=percent)
     page.lines("caption", steps, {"mxfp4": (mean, lo, hi)}, x_label="step", y_label="accuracy")
     page.histogram("caption", edges, shares, reference={"uniform": [...]})
+    page.dots("caption", {"q": [Dot("layers.0.q_proj", 2.3, .014)]}, x_label="…", y_label="…")
     page.write(path)
 
 Every chart is followed by the table of the numbers that it shows. The page holds no script and asks for nothing: it
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mxrl.report.bars import bars
+from mxrl.report.dots import Dot, dots
 from mxrl.report.files import write_atomically
 from mxrl.report.lines import histogram, lines
 from mxrl.report.svg import Band, Chart, Format, percent, plain
@@ -121,6 +123,18 @@ class Page:
         chart = histogram(edges, shares, reference=reference, x_label=x_label, form=form)
         return self._figure(chart, caption, explain)
 
+    def dots(
+        self,
+        caption: str,
+        series: Mapping[str, Sequence[Dot]],
+        *,
+        x_label: str = "",
+        y_label: str = "",
+        explain: str = "",
+    ) -> Page:
+        """A dot for each named thing (dots.py), coloured by series."""
+        return self._figure(dots(series, x_label=x_label, y_label=y_label), caption, explain)
+
     def html(self) -> str:
         """The whole page as one string."""
         style = importlib.resources.files("mxrl.report").joinpath("style.css").read_text(encoding="utf-8")
@@ -152,7 +166,7 @@ class Page:
         return self._add(
             f"<figure><figcaption>{_inline(caption)}{small}</figcaption>"
             + (f'<ul class="legend">{legend}</ul>' if legend else "")
-            + f'<div class="scroll">{chart.svg}</div>{data}</figure>'
+            + f'<div class="scroll">{chart.svg}</div></figure>{data}'
         )
 
 
@@ -171,6 +185,16 @@ def _swatch(css: str, shape: str) -> str:
     return f'<svg viewBox="0 0 18 12" aria-hidden="true">{inner}</svg>'
 
 
+_PRINTED = 100  # rows of a folded table that print shows
+_LONG = 26  # characters of a name that may be broken into lines
+
+
+def _cell_class(index: int, cell: str, text_columns: set[int]) -> str:
+    if index == 0 and len(cell) > _LONG:
+        return ' class="long"'
+    return ' class="text"' if index in text_columns else ""
+
+
 def _table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
@@ -182,13 +206,15 @@ def _table(
     def row(cells: Sequence[str], tag: str) -> str:
         if len(cells) != len(columns):
             raise ValueError(f"table: {len(cells)} cells for {len(columns)} columns: {list(cells)}")
-        css = (' class="text"' if i in text_columns else "" for i in range(len(cells)))
+        css = (_cell_class(i, cell, text_columns) for i, cell in enumerate(cells))
         return "".join(f"<{tag}{c}>{_inline(cell)}</{tag}>" for cell, c in zip(cells, css, strict=True))
 
+    rows = list(rows)
     body = "".join(
         f"<tr{' class=strong' if i in strong else ''}>{row(cells, 'td')}</tr>" for i, cells in enumerate(rows)
     )
     head = f'<p class="caption">{_inline(caption)}</p>' if caption else ""
     inner = f"<thead><tr>{row(columns, 'th')}</tr></thead><tbody>{body}</tbody>"
     table = f'{head}<div class="scroll"><table>{inner}</table></div>'
-    return f"<details><summary>{_inline(fold)}</summary>{table}</details>" if fold else table
+    many = ' class="many"' if len(rows) > _PRINTED else ""
+    return f"<details{many}><summary>{_inline(fold)}</summary>{table}</details>" if fold else table

@@ -13,9 +13,11 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from mxrl.decompose import ErrorStats
+from mxrl.moments import Moments
 from mxrl.recipes import Recipe
 from mxrl.report.svg import decimals, percent, plain
 from mxrl.scan import Scan
@@ -24,7 +26,7 @@ DERIVED = (
     "rel_mse", "floor", "excess", "cos_scale_grid", "deadzone_fraction",
     "delta_mean", "delta_var", "gamma_mean", "gain",
 )  # fmt: skip
-SCHEMA = 1
+SCHEMA = 2
 
 Row = dict[str, Any]
 
@@ -87,10 +89,17 @@ def summary(scan: Scan, files: Sequence[Mapping[str, Any]], origin: Mapping[str,
     """Everything about a scan but its single tensors. files: fingerprints. origin: versions, device, commit."""
     weights = [t.weight for t in scan.tensors]
     types: dict[str, dict[str, Any]] = {}
+    forms: dict[str, dict[str, Any]] = {}
     for weight in weights:
-        entry = types.setdefault(weight.dtype, {"tensors": 0, "elements": 0, "quantized": weight.quantized})
-        entry["tensors"] += 1
-        entry["elements"] += weight.numel
+        bits = {"bits": 0.0}
+        for table, name, more in ((types, weight.dtype, {}), (forms, weight.stored_as, bits)):
+            zero = {"tensors": 0, "elements": 0, "quantized": weight.quantized} | more
+            entry = table.setdefault(name, zero)
+            entry["tensors"] += 1
+            entry["elements"] += weight.numel
+        forms[weight.stored_as]["bits"] += weight.bits * weight.numel
+    for entry in forms.values():
+        entry["bits"] /= max(entry["elements"], 1)
     left: dict[str, list[str]] = defaultdict(list)
     for tensor in scan.checkpoint.left:
         left[tensor.reason].append(f"{tensor.name} {list(tensor.shape)} {tensor.dtype}")
@@ -102,6 +111,7 @@ def summary(scan: Scan, files: Sequence[Mapping[str, Any]], origin: Mapping[str,
             "format": scan.checkpoint.format,
             "files": [dict(f) for f in files],
             "stored_types": types,
+            "stored_as": forms,
         },
         "recipes": list(scan.recipes),
         "baselines": list(scan.baselines),
@@ -118,12 +128,38 @@ def summary(scan: Scan, files: Sequence[Mapping[str, Any]], origin: Mapping[str,
             }
             for kind in scan.kinds
         },
+        **({"sampled": _sampled(scan)} if scan.extra else {}),
         "left": dict(sorted(left.items())),
         "skipped": [{"name": s.weight.name, "kind": s.weight.kind, "reason": s.reason} for s in scan.skipped],
         "warnings": list(scan.checkpoint.warnings),
         "seconds": round(scan.seconds, 3),
         **origin,
     }
+
+
+def _sampled(scan: Scan) -> dict[str, Any]:
+    """The recipes that were measured on every n-th row."""
+    return {
+        "every": scan.every,
+        "elements": scan.sampled(scan.extra[0]).numel,
+        "total": {r: stats_dict(scan.sampled(r)) for r in scan.extra},
+        "kinds": {kind: {r: stats_dict(scan.sampled(r, kind)) for r in scan.extra} for kind in scan.kinds},
+    }
+
+
+_MOMENTS = ("mean", "rms", "kurtosis", "outlier_ratio", "block_peak")
+
+
+def moments_dict(moments: Moments) -> dict[str, Any]:
+    """The sums, and the figures derived from them; a figure with nothing to divide by is None."""
+    return {name: _json(getattr(moments, name)) for name in _MOMENTS} | {"moments": asdict(moments)}
+
+
+def already_quantized(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The forms, by the words for them, in which weights are stored that have lost information already."""
+    source = summary.get("source", {})
+    forms = source.get("stored_as") or source.get("stored_types", {})
+    return {name: entry for name, entry in forms.items() if entry["quantized"]}
 
 
 def tensor_rows(scan: Scan) -> Iterator[Row]:
@@ -137,7 +173,12 @@ def tensor_rows(scan: Scan) -> Iterator[Row]:
             "shape": list(w.shape),
             "dtype": w.dtype,
             "dim": w.dim,
+            "stored_as": w.stored_as,
+            "quantized": w.quantized,
+            "bits": w.bits,
         }
+        if tensor.moments is not None:
+            about |= moments_dict(tensor.moments)
         for recipe, stats in tensor.stats.items():
             yield about | {"recipe": recipe} | stats_dict(stats)
 

@@ -1,0 +1,192 @@
+"""The analyses that look at more than one checkpoint's weights, from the call to the three files.
+
+    analyze_against(quantized, original, …)     the error of what someone quantized               mxrl.against
+    analyze_diff(a, b, …)                       before and after RL                               mxrl.changes
+    analyze_activations(model, task, …)         what the linear layers are given                  mxrl.calibration
+
+Each opens, measures, and writes `out`/{summary.json, tensors.jsonl, report.html} when all of it is known; what is
+interrupted writes nothing and starts over the next time. `summary["analysis"]` says which of them it is. The first and
+the last have the shape of a weights summary (report/summary.py); a column `stored` is the quantized checkpoint's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mxrl.against import against
+from mxrl.changes import changes, passes_over
+from mxrl.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from mxrl.pairs import match, stored_bytes
+from mxrl.provenance import provenance
+from mxrl.report import folder
+from mxrl.report.analyze import Interrupted, Progress, Silent, device_name
+from mxrl.report.answers import BITS
+from mxrl.report.compare_summary import (
+    activations_rows,
+    activations_summary,
+    against_rows,
+    against_summary,
+    diff_rows,
+    diff_summary,
+)
+from mxrl.report.files import staged
+from mxrl.rl.policy import resolve_model
+from mxrl.scan import PLAIN, parse_recipes
+from mxrl.scan_workers import MEMORY, devices_of
+
+PACKAGES = ("torch", "safetensors", "gguf", "numpy")
+NOTHING_KEPT = "interrupted; nothing was written"
+
+
+def analyze_against(
+    quantized: str | Path,
+    original: str | Path,
+    recipes: Sequence[str] = (),
+    *,
+    out: Path,
+    on_nonfinite: str = "error",
+    progress: Progress | None = None,
+    jobs: int | None = None,
+    memory: int = MEMORY,
+    device: str = "auto",
+    bits: float = BITS,
+) -> dict[str, Any]:
+    """Measure `quantized` against `original` and write the three files; returns the summary.
+
+    Raises as `mxrl.against.against`, CheckpointError, OptionError, OSError, Interrupted.
+    """
+    progress = progress or Silent()
+    recipes = parse_recipes(recipes)
+    devices_of(device)
+    theirs, ours = _open(quantized), _open(original)
+    pairs = match(ours, theirs).pairs
+    scanned = sum(p.weight.nbytes for p in pairs)
+    begun = []
+
+    def compare(nbytes: float) -> None:
+        if not begun:
+            begun.append(True)
+            progress.start("comparing", scanned + sum(stored_bytes(theirs, p) for p in pairs))
+        progress.advance(nbytes)
+
+    try:
+        with staged(out) as temporary:
+            progress.start("scanning the original", scanned)
+            result = against(
+                theirs, ours, recipes, on_nonfinite=on_nonfinite, jobs=jobs, memory=memory, device=device,
+                scanned=progress.advance, compared=compare,
+            )  # fmt: skip
+            hashed = _hashes(progress, theirs, ours)
+            where = provenance(device_name(result.ours.device), *PACKAGES)
+            return folder.write(temporary, against_summary(result, hashed, where), against_rows(result), bits)
+    except KeyboardInterrupt:
+        raise Interrupted(NOTHING_KEPT) from None
+
+
+def analyze_diff(
+    a: str | Path,
+    b: str | Path,
+    recipes: Sequence[str] = (),
+    *,
+    out: Path,
+    on_nonfinite: str = "error",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Compare checkpoint `b` with `a` and write the three files; returns the summary.
+
+    Raises as `mxrl.changes.changes`, CheckpointError, OSError, Interrupted.
+    """
+    progress = progress or Silent()
+    columns = (PLAIN, *parse_recipes(recipes))
+    first, second = _open(a), _open(b)
+    pairs = match(first, second).pairs
+    once = sum(p.weight.nbytes + stored_bytes(second, p) for p in pairs)
+    try:
+        with staged(out) as temporary:
+            progress.start("comparing", once * passes_over(columns))
+            result = changes(first, second, recipes, on_nonfinite=on_nonfinite, progress=progress.advance)
+            hashed = _hashes(progress, first, second)
+            where = provenance("cpu", *PACKAGES)
+            return folder.write(temporary, diff_summary(result, hashed, where), diff_rows(result))
+    except KeyboardInterrupt:
+        raise Interrupted(NOTHING_KEPT) from None
+
+
+def analyze_activations(
+    model: str,
+    task: str,
+    recipes: Sequence[str] = (),
+    *,
+    out: Path,
+    prompts: int = 64,
+    seed: int = 0,
+    split: str = "train",
+    batch_size: int = 16,
+    device: str = "auto",
+    progress: Progress | None = None,
+    bits: float = BITS,
+) -> dict[str, Any]:
+    """Run `prompts` prompts of `task` through `model` and write the three files; returns the summary.
+
+    model: a Hugging Face folder, hub id, `policy:dense` or `policy:moe`. task: one of mxrl.rl.tasks, as `chain`, or
+    `gsm8k:FILE` with the path of a data set. progress counts prompts. Raises as `mxrl.calibration.calibrate`,
+    TaskError, PolicyError, OptionError, ValueError for a model that can't be loaded, OSError, Interrupted.
+    """
+    from mxrl.rl.tasks import TaskError, get_task, load_task
+
+    progress = progress or Silent()
+    recipes = parse_recipes(recipes)
+    (where_to,) = devices_of(device)[:1]
+    name, _, path = task.partition(":")
+    if path and "path" not in get_task(name).options:
+        raise TaskError(f"task '{name}' takes no file, got '{path}'")
+    problems = load_task(name, seed=seed, n=prompts, split=split, **({"path": path} if path else {}))
+    from mxrl.calibration import calibrate  # transformers, which takes a second to import
+
+    loaded, tokenizer = _load_model(model)
+    try:
+        with staged(out) as temporary:
+            progress.start("running prompts", len(problems))
+            result = calibrate(
+                loaded.to(where_to), tokenizer, problems, recipes, batch_size=batch_size, progress=progress.advance
+            )
+            about = {
+                "name": name, "path": path or None, "split": split, "seed": seed, "prompts": result.prompts,
+                "tokens": result.tokens, "padding": result.padding, "longest": result.longest, "batch": batch_size,
+            }  # fmt: skip
+            where = provenance(device_name(where_to), "torch", "transformers", "numpy")
+            whole = activations_summary(result, model, about, where)
+            return folder.write(temporary, whole, activations_rows(result), bits)
+    except KeyboardInterrupt:
+        raise Interrupted(NOTHING_KEPT) from None
+
+
+def _open(source: str | Path) -> Checkpoint:
+    return open_checkpoint(resolve_model(str(source)))
+
+
+def _load_model(name: str) -> tuple[Any, Any]:
+    """(causal language model in the type it is stored in, tokenizer that pads on the left)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    where = resolve_model(name)
+    disable_progress_bar()
+    if not Path(where).is_dir() and Path(where).exists():
+        raise ValueError(
+            f"'{name}' is a file; --activations runs a model, so give a Hugging Face folder with its config"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(where, dtype="auto")
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"model '{name}': can't be loaded as a causal language model ({reason})") from error
+    return model, tokenizer
+
+
+def _hashes(progress: Progress, *checkpoints: Checkpoint) -> list[list[dict[str, Any]]]:
+    progress.start("hashing", float(sum(f.stat().st_size for c in checkpoints for f in c.files)))
+    return [[fingerprint(file, progress.advance) for file in c.files] for c in checkpoints]

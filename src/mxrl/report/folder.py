@@ -1,0 +1,102 @@
+"""The three files of an analysis: summary.json, tensors.jsonl, and report.html, which is made of the other two alone.
+
+    write(folder, summary, rows)   all three, with the answers added to the summary (answers.py)
+    rebuild(folder)                report.html once more, the same bytes: `mxrl report FOLDER`
+
+`write` makes the page by `read`, from the files it has just written: so a rebuilt page can't differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mxrl.report.analysis_page import build_page
+from mxrl.report.answers import BITS, Collector, answers, keep
+from mxrl.report.files import write_atomically
+from mxrl.report.outliers import Row
+from mxrl.report.summary import SCHEMA, to_json
+
+SUMMARY, TENSORS, PAGE = "summary.json", "tensors.jsonl", "report.html"
+
+
+class ReportError(ValueError):
+    """A folder that no page can be made from: the message names the file and what would work."""
+
+
+def write(folder: Path, summary: Mapping[str, Any], rows: Iterable[Row], bits: float = BITS) -> dict[str, Any]:
+    """Write the three files into `folder`; returns the summary with its answers. Raises BudgetError and OSError.
+
+    rows are taken one at a time: memory holds the first recipe's, without their histograms.
+    """
+    collected = Collector(summary["recipes"][0])
+    asks = summary.get("analysis") != "diff"  # two checkpoints compared have figures of their own
+    with (folder / TENSORS).open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(to_json(row) + "\n")
+            if asks:
+                collected.add(row)
+    whole = dict(summary) | (answers(summary, collected, bits) if asks else {})
+    (folder / SUMMARY).write_text(to_json(whole, indent=1) + "\n", encoding="utf-8")
+    rebuild(folder)
+    return whole
+
+
+def rebuild(folder: Path) -> Path:
+    """Make report.html of a folder's summary.json and tensors.jsonl; returns its path. Raises ReportError, OSError."""
+    summary = _summary(folder)
+    try:
+        page = build_page(summary, _rows(folder, summary["recipes"][0])).html()
+    except ReportError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, StopIteration) as err:
+        what = f"{type(err).__name__}: {err}"
+        raise ReportError(
+            f"{folder / SUMMARY} and {TENSORS} are not what mxrl {_version(summary)} writes ({what}); "
+            "run `mxrl analyze` again"
+        ) from err
+    return write_atomically(folder / PAGE, page)
+
+
+def _version(summary: Mapping[str, Any]) -> str:
+    versions = summary.get("versions")
+    return str(versions.get("mxrl", "")) if isinstance(versions, dict) else ""
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / SUMMARY
+    if not folder.is_dir():
+        raise ReportError(f"{folder} is no folder; give one that `mxrl analyze` has written")
+    if not path.exists():
+        raise ReportError(f"{folder} has no {SUMMARY}; give a folder that `mxrl analyze` has written")
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as err:
+        raise ReportError(f"{path} is not valid JSON ({err}); run `mxrl analyze` again") from err
+    if not isinstance(summary, dict) or not isinstance(summary.get("recipes"), list) or not summary["recipes"]:
+        raise ReportError(f"{path} is not the summary of an analysis; give a folder that `mxrl analyze` has written")
+    if summary.get("schema") != SCHEMA:
+        raise ReportError(
+            f"{path} has schema {summary.get('schema')}, this mxrl reads {SCHEMA}; run `mxrl analyze` again"
+        )
+    return summary
+
+
+def _rows(folder: Path, main: str) -> Iterator[Row]:
+    """The rows of the first recipe, without their histograms."""
+    path = folder / TENSORS
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    row = json.loads(line)
+                    if row["recipe"] == main:
+                        yield keep(row)
+                except (ValueError, KeyError, TypeError) as err:
+                    raise ReportError(f"{path}, line {number}, is not valid ({err}); run `mxrl analyze` again") from err
+    except FileNotFoundError:
+        raise ReportError(f"{folder} has no {TENSORS}; run `mxrl analyze` again") from None
+    except UnicodeDecodeError as err:
+        raise ReportError(f"{path} is not text ({err}); run `mxrl analyze` again") from err

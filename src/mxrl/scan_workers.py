@@ -1,0 +1,362 @@
+"""Who does a scan's tasks: one lane in this process, or several processes of one lane each.
+
+    Lane        reads ahead in threads, computes on its device:   file → rows (→ pinned memory → GPU) → statistics
+    Processes   one Lane in each of several processes, a pipe to each
+    Shape       how many of them, on what, within how much memory: `shape_of`
+
+Both are pools: `submit(task)` while `free`, `next() -> (task, result)` while `busy`, `close()`.
+
+Workers are programs of their own (no fork of a process with threads, no second import of the caller's script). They
+read tasks from their pipe and end when it closes, however their parent ended. The threads of all workers together are
+`jobs`. A worker that dies is named in one line, WorkerError; Ctrl-C reaches the parent alone, which ends them.
+
+Memory is what the processes hold for themselves (`Anonymous` in /proc/PID/smaps_rollup): mapped files are the system's
+to take back. Importing torch takes most of a worker's, so a limit of `memory` bytes is kept by starting fewer processes
+of more threads each. On a GPU the CUDA driver's own memory on the host (some hundred MB a process) comes on top.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mxrl.checkpoint import Checkpoint
+from mxrl.scan_tasks import Result, Task, mapped, ranges, read, run
+
+MEMORY = 2_000_000_000
+# Bytes that processes took for themselves (torch 2.13, numba 0.68), rounded up:
+_MAIN = 350_000_000  # the first one: 180 MB with torch, the journal and the page, 320 MB where numba compiles too
+_WORKER = 300_000_000  # a worker besides its buffers: 200 MB, 290 MB where numba compiles
+_DECODER = 200_000_000  # temporaries of whoever decodes what isn't stored as floats
+_REFERENCE = 400_000_000  # temporaries of the torch reference, which serves float64
+_READERS = 8  # threads that fill a GPU's buffers, at most
+_PAGE = 4096
+_SMALL = 1 << 32  # elements times recipes, below which starting processes takes longer than it saves
+
+
+class OptionError(ValueError):
+    """A number of jobs, a device or a limit of memory that can't be: the message says what could."""
+
+
+class WorkerError(RuntimeError):
+    """A worker process that died: the message says of what, and on which tensor."""
+
+
+class Pool(Protocol):
+    """Takes tasks, gives results, in any order."""
+
+    @property
+    def free(self) -> bool: ...
+    @property
+    def busy(self) -> bool: ...
+    def submit(self, task: Task) -> None: ...
+    def next(self) -> tuple[Task, Result]: ...
+    def close(self) -> None: ...
+
+
+# ---- how many of them ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """devices: of each lane. threads: of each, that compute (0: as many as torch has now). readers: that read ahead."""
+
+    devices: tuple[str, ...]
+    threads: int
+    readers: int
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "2GB", "500 MB", "1.5GiB" or "2000000000". OptionError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b?)\s*", text, re.IGNORECASE)
+    if not match:
+        raise OptionError(f"'{text}' is no amount of memory; write 2GB, 500MB or 1.5GiB")
+    power = " kmgt".index((match[2] or " ").lower())
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def devices_of(device: str, *, small: bool = False) -> tuple[str, ...]:
+    """("cpu",), ("cuda:1",), or every visible GPU for "cuda". "auto": the GPUs, if there are any and it isn't small.
+
+    Raises OptionError where there is no such device.
+    """
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise OptionError(f"device '{device}': possible are auto, cpu, cuda (every GPU) and cuda:N")
+    count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and (small or not count)):
+        return ("cpu",)
+    if device in ("auto", "cuda"):
+        found = tuple(f"cuda:{i}" for i in range(count))
+    else:
+        found = (device,) if int(device[5:]) < count else ()
+    if not found:
+        seen = f"GPUs 0 to {count - 1}" if count > 1 else "one GPU, cuda:0" if count else "no CUDA GPU"
+        raise OptionError(f"device '{device}': torch sees {seen} here; --device cpu always works")
+    return found
+
+
+def shape_of(
+    checkpoint: Checkpoint, columns: Sequence[str], *, jobs: int | None, memory: int = MEMORY, device: str = "auto"
+) -> Shape:
+    """How to scan `checkpoint`. jobs: cores to use, each a process where memory allows (1: this process alone).
+
+    None: every core, or this process alone for so little work that processes would only delay it. On GPUs: a process
+    for each, or this one for one. Raises OptionError where not even one process fits into `memory`.
+    """
+    if jobs is not None and jobs < 1:
+        raise OptionError(f"jobs={jobs}: one process is the least")
+    small = jobs is None and checkpoint.numel * len(columns) < _SMALL
+    devices = devices_of(device, small=small)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    rows, decoded, extra = _rows(checkpoint)
+    if devices[0] != "cpu":
+        most = min(_READERS, max(2, cores // len(devices) - 1))
+        room = (memory - _MAIN) // len(devices) - (_WORKER if len(devices) > 1 else 0) - extra
+        readers = min(most, room // max(rows + decoded, 1))
+        if readers < 1:
+            raise _too_little(memory, _MAIN + len(devices) * (_WORKER + extra + rows + decoded))
+        return Shape(devices, 1, readers)
+    one = extra + 2 * decoded  # the rows that are read ahead, and those that are worked on
+    if memory < _MAIN + one:
+        raise _too_little(memory, _MAIN + one)
+    if small:
+        return Shape(devices, 0, 1)
+    jobs = jobs or cores
+    workers = max(1, min(jobs, (memory - _MAIN) // (_WORKER + one)))
+    return Shape(devices * workers, max(1, jobs // workers), 1)
+
+
+def _rows(checkpoint: Checkpoint) -> tuple[int, int, int]:
+    """Bytes of the largest range's rows; of those that are decoded; what decoder and arithmetic take besides."""
+    rows = decoded = extra = 0
+    for shape, dim, dtype, in_place in {(w.shape, w.dim, w.dtype, mapped(w)) for w in checkpoint.weights}:
+        elements = max(stop - start for start, stop in ranges(shape, dim)) * shape[-1]
+        if in_place:
+            rows = max(rows, elements * (8 if dtype == "F64" else 4 if dtype == "F32" else 2))
+        else:
+            rows, decoded, extra = max(rows, elements * 4), max(decoded, elements * 4), max(extra, _DECODER)
+        if dtype == "F64":
+            extra = max(extra, _REFERENCE)
+    return rows, decoded, extra
+
+
+def _too_little(memory: int, need: int) -> OptionError:
+    return OptionError(f"memory={memory / 1e9:.3g}GB is too little here, which takes up to {need / 1e9:.2g}GB")
+
+
+def open_pool(checkpoint: Checkpoint, shape: Shape) -> Pool:
+    """One lane of a shape runs here, more in processes."""
+    if len(shape.devices) == 1:
+        return Lane(checkpoint, shape.devices[0], shape.readers, shape.threads)
+    return Processes(checkpoint, shape)
+
+
+# ---- one lane --------------------------------------------------------------------------------------------------------
+
+
+class Lane:
+    """Tasks in their order, on one device; while one is computed, `readers` threads fetch the next ones' rows."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str, readers: int = 1, threads: int = 0):
+        self._checkpoint, self._device = checkpoint, torch.device(device)
+        self.capacity = readers + 1
+        self._queue: deque[tuple[Task, Future[Tensor]]] = deque()
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="mxrl-read")
+        self._own = threading.local()
+        self._threads_before = torch.get_num_threads()
+        if threads:
+            torch.set_num_threads(threads)
+
+    @property
+    def free(self) -> bool:
+        return len(self._queue) < self.capacity
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue)
+
+    def submit(self, task: Task) -> None:
+        self._queue.append((task, self._readers.submit(self._fetch, task)))
+
+    def next(self) -> tuple[Task, Result]:
+        task, future = self._queue.popleft()
+        rows = future.result()
+        weight = self._checkpoint.weights[task.weight]
+        if self._device.type == "cpu":
+            return task, run(task, weight, rows)
+        with torch.cuda.device(self._device):  # Triton launches on the current device
+            return task, run(task, weight, rows)
+
+    def close(self) -> None:
+        self._readers.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads_before)
+
+    def _fetch(self, task: Task) -> Tensor:
+        rows = read(self._checkpoint, self._checkpoint.weights[task.weight], task.start, task.stop)
+        if self._device.type == "cpu":
+            touch(rows)
+            return rows
+        return self._upload(rows)
+
+    def _upload(self, rows: Tensor) -> Tensor:
+        """Through this thread's pinned buffer and stream: the copy runs beside the kernels of the task before.
+
+        The result's memory belongs to this stream; its reader waits for its sums before it lets go of it.
+        """
+        own = self._own.__dict__
+        nbytes = rows.numel() * rows.element_size()
+        with torch.cuda.device(self._device):  # else pinning would open a context on the first GPU
+            if "stream" not in own:
+                own["stream"], own["buffer"] = torch.cuda.Stream(), torch.empty(0, dtype=torch.uint8)
+            if own["buffer"].numel() < nbytes:
+                own["buffer"] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            pinned = own["buffer"][:nbytes].view(rows.dtype).view(rows.shape)
+            pinned.copy_(rows)
+            with torch.cuda.stream(own["stream"]):
+                there = pinned.to(self._device, non_blocking=True)
+                own["stream"].synchronize()
+        return there
+
+
+def touch(rows: Tensor) -> None:
+    """Read one byte of every page: the disk's part of the work, for rows that are mapped and not yet in memory."""
+    if rows.numel() and rows.is_contiguous():
+        rows.view(-1).view(torch.uint8)[::_PAGE].max()
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+_START = "import sys; sys.path[:] = sys.argv[2:]; from mxrl.scan_workers import serve; serve(int(sys.argv[1]))"
+
+
+class _Worker:
+    """A process, the pipe to it and what it is working on."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str, readers: int, threads: int):
+        self.pipe, theirs = connection.Pipe()
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        command = [sys.executable, "-c", _START, str(theirs.fileno()), *sys.path]
+        # A signal that is blocked when a program starts stays blocked in it: Ctrl-C is for the parent alone.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        theirs.close()
+        self.tasks: list[Task] = []
+        self.send((checkpoint, device, readers, threads))
+
+    def send(self, message: Any) -> None:
+        try:
+            self.pipe.send(message)
+        except OSError:
+            pass  # it has died; whoever waits for its results will learn of what
+
+    def fate(self) -> str:
+        """How it ended."""
+        code = self.process.wait()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        return f"was killed by {signal.Signals(-code).name}"
+
+
+class Processes:
+    """A Lane in each of several processes."""
+
+    def __init__(self, checkpoint: Checkpoint, shape: Shape):
+        self._checkpoint, self._capacity = checkpoint, shape.readers + 2  # one more than a lane's: no pause between two
+        self._arrived: deque[tuple[Task, Result]] = deque()
+        self._workers: list[_Worker] = []
+        try:
+            for device in shape.devices:
+                self._workers.append(_Worker(checkpoint, device, shape.readers, shape.threads))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
+
+    @property
+    def free(self) -> bool:
+        return any(len(worker.tasks) < self._capacity for worker in self._workers)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._arrived) or any(worker.tasks for worker in self._workers)
+
+    def submit(self, task: Task) -> None:
+        worker = min(self._workers, key=lambda w: len(w.tasks))
+        worker.tasks.append(task)
+        worker.send(task)
+
+    def next(self) -> tuple[Task, Result]:
+        while not self._arrived:
+            ready = connection.wait([worker.pipe for worker in self._workers if worker.tasks])
+            for worker in self._workers:
+                if worker.pipe in ready:
+                    self._arrived.append(self._receive(worker))
+        return self._arrived.popleft()
+
+    def _receive(self, worker: _Worker) -> tuple[Task, Result]:
+        try:
+            outcome = worker.pipe.recv()
+        except (EOFError, OSError):
+            name, fate = self._checkpoint.weights[worker.tasks[0].weight].name, worker.fate()
+            hint = "out of memory? --memory 1GB or --jobs 1 take less" if "SIGKILL" in fate else "see above"
+            raise WorkerError(f"a worker process {fate} while it worked on tensor '{name}' ({hint})") from None
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return worker.tasks.pop(0), outcome
+
+    def close(self) -> None:
+        """End them: they only read, so there's nothing to wait for."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.wait()
+            worker.pipe.close()
+
+
+def serve(descriptor: int) -> None:
+    """A worker's life: tasks come in, results go out in the same order, until the pipe closes."""
+    pipe = connection.Connection(descriptor)
+    try:
+        checkpoint, device, readers, threads = pipe.recv()
+        lane = Lane(checkpoint, device, readers, threads)
+        while True:
+            while lane.free and (not lane.busy or pipe.poll()):
+                lane.submit(pipe.recv())
+            pipe.send(_portable(lane))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the parent is gone or has what it wants; threads that read ahead have nothing to finish
+
+
+def _portable(lane: Lane) -> Result | BaseException:
+    """The next result, or the exception that took its place, as something that can be sent."""
+    try:
+        return lane.next()[1]
+    except Exception as err:
+        plain = RuntimeError(f"{type(err).__name__}: {err}")
+        try:
+            again = pickle.loads(pickle.dumps(err))
+        except Exception:  # an exception class whose arguments don't survive
+            return plain
+        return again if str(again) == str(err) else plain
