@@ -256,8 +256,10 @@ def reading(result: Against) -> list[str]:
     out = []
     if own:
         out.append(
-            f"Weights stored as {' and '.join(FORMATS[f].name.upper() for f in own)}: scale, deadzone and grid mean "
-            "what they mean for a recipe; grid and deadzone are the error under that format's own ideal scales."
+            f"Weights stored as {' and '.join(FORMATS[f].name.upper() for f in own)}: grid and deadzone are the error "
+            "under that format's own ideal scales. The scale term is the scales' where each weight was rounded to the "
+            "nearest level, as a recipe does; a calibrated quantizer (GPTQ) rounds on purpose elsewhere, and the scale "
+            "term and the excess hold that too."
         )
     if other:
         out.append(
