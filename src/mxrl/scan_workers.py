@@ -34,8 +34,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mxrl.checkpoint import Checkpoint
-from mxrl.scan_tasks import Result, Task, mapped, ranges, read, run
+from mxrl.checkpoint import Checkpoint, Weight
+from mxrl.scan_tasks import Result, Task, mapped, ranges, read, read_into, run, width
 
 MEMORY = 2_000_000_000
 # Bytes that processes took for themselves (torch 2.13, numba 0.68), rounded up:
@@ -206,26 +206,26 @@ class Lane:
         torch.set_num_threads(self._threads_before)
 
     def _fetch(self, task: Task) -> Tensor:
-        rows = read(self._checkpoint, self._checkpoint.weights[task.weight], task.start, task.stop)
+        weight = self._checkpoint.weights[task.weight]
         if self._device.type == "cpu":
+            rows = read(self._checkpoint, weight, task.start, task.stop)
             touch(rows)
             return rows
-        return self._upload(rows)
+        return self._upload(task, weight)
 
-    def _upload(self, rows: Tensor) -> Tensor:
+    def _upload(self, task: Task, weight: Weight) -> Tensor:
         """Through this thread's pinned buffer and stream: the copy runs beside the kernels of the task before.
 
         The result's memory belongs to this stream; its reader waits for its sums before it lets go of it.
         """
         own = self._own.__dict__
-        nbytes = rows.numel() * rows.element_size()
+        nbytes = (task.stop - task.start) * weight.shape[-1] * width(weight)
         with torch.cuda.device(self._device):  # else pinning would open a context on the first GPU
             if "stream" not in own:
                 own["stream"], own["buffer"] = torch.cuda.Stream(), torch.empty(0, dtype=torch.uint8)
             if own["buffer"].numel() < nbytes:
                 own["buffer"] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            pinned = own["buffer"][:nbytes].view(rows.dtype).view(rows.shape)
-            pinned.copy_(rows)
+            pinned = read_into(self._checkpoint, weight, task.start, task.stop, own["buffer"])
             with torch.cuda.stream(own["stream"]):
                 there = pinned.to(self._device, non_blocking=True)
                 own["stream"].synchronize()

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from mxrl.checkpoint import CheckpointError, open_checkpoint
+from mxrl.scan_tasks import read_into, width
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -222,3 +223,44 @@ def test_safetensors_come_before_pickles_and_shards_are_complete(tmp_path: Path)
         torch.save({NAME: values(4, 4)}, consolidated / f"consolidated.0{i}.pth")
     with pytest.raises(CheckpointError, match=r"several models \(consolidated\.00\.pth, consolidated\.01\.pth\)"):
         open_checkpoint(consolidated)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_are_read_instead_of_mapped(tmp_path: Path, dtype: torch.dtype) -> None:
+    """For a GPU's buffer: the same bits, in a buffer with room to spare; a file that lost its end is named."""
+    data = {NAME: values(13, 7, dtype=dtype), "model.layers.0.mlp.experts.down_proj": values(3, 5, 4, dtype=dtype)}
+    data["model.layers.0.mlp.experts.gate_up_proj"] = values(3, 8, 5, dtype=dtype)
+    save_file(data, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    buffer = torch.full((4096,), 0xA5, dtype=torch.uint8)
+    for weight in checkpoint.weights:
+        rows = data[weight.name].reshape(-1, weight.shape[-1])
+        assert width(weight) == dtype.itemsize
+        for start, stop in ((0, len(rows)), (1, 4), (2, 3), (5, 5)):
+            got = read_into(checkpoint, weight, start, stop, buffer)
+            assert got.dtype == dtype and got.shape == (stop - start, weight.shape[-1])
+            assert torch.equal(got, rows[start:stop])
+            assert not got.numel() or got.data_ptr() == buffer.data_ptr()
+    file = tmp_path / "model.safetensors"
+
+    os.truncate(file, file.stat().st_size - 4)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has become shorter"):
+        for weight in checkpoint.weights:
+            read_into(checkpoint, weight, 0, weight.numel // weight.shape[-1], buffer)
+
+
+def test_what_is_decoded_is_copied_into_the_buffer(tmp_path: Path) -> None:
+    """GGUF's floats come as float32, whatever they are stored in."""
+    gguf = pytest.importorskip("gguf")
+    x = values(4, 32, dtype=torch.float16)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("blk.0.attn_q.weight", x.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    (weight,) = checkpoint.weights
+    buffer = torch.zeros(1024, dtype=torch.uint8)
+    got = read_into(checkpoint, weight, 1, 3, buffer)
+    assert width(weight) == 4 and got.data_ptr() == buffer.data_ptr() and torch.equal(got, x[1:3].float())

@@ -93,6 +93,28 @@ class Stored:
             data = data.clone()
         return data.view(dtype).view(-1, width)
 
+    def rows_into(self, start: int, stop: int, buffer: Tensor) -> Tensor | None:
+        """`rows`, read into `buffer` (uint8 on the CPU, large enough) instead of mapped; None where that can't be.
+
+        Every page of a map costs a fault when it is first touched, which takes longer than to copy it.
+        """
+        dtype, rows = TORCH_TYPES.get(self.dtype), self.numel // self.shape[-1] if self.numel else 0
+        if self.offset is None or dtype is None or not rows:
+            return None
+        row_bytes = self.nbytes // rows
+        wanted, done = (stop - start) * row_bytes, 0
+        view = buffer.numpy().data[:wanted]
+        try:
+            with self.file.open("rb", buffering=0) as file:
+                file.seek(self.offset + start * row_bytes)
+                while done < wanted and (count := file.readinto(view[done:])):
+                    done += count
+        except OSError as err:
+            raise CheckpointError(f"can't read {self.file}: {err.strerror or err}") from err
+        if done < wanted:
+            raise CheckpointError(f"{self.file} has become shorter: tensor '{self.name}' is no longer in it")
+        return buffer[:wanted].view(dtype).view(-1, self.shape[-1])
+
     def whole(self) -> Tensor:
         """The tensor in its own shape, mapped."""
         rows = self.numel // self.shape[-1] if self.shape and self.shape[-1] else 1

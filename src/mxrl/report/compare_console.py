@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mxrl.against import STORED
-from mxrl.report.console import print_analysis
+from mxrl.report.console import Bar, print_analysis
 from mxrl.report.page import percent, plain
 
 _NAMED = 5  # tensors without a partner that are named in the terminal
@@ -104,48 +103,13 @@ def _say(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, style="dim")
 
 
-class PromptBar:
-    """Progress in prompts, with the time left: a bar on a terminal, else a line now and then."""
+class PromptBar(Bar):
+    """Progress in prompts instead of bytes."""
 
-    EVERY = 30.0  # seconds between the lines
+    @staticmethod
+    def _columns() -> tuple[rich_progress.ProgressColumn, ...]:
+        return (rich_progress.MofNCompleteColumn(),)
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar = rich_progress.Progress(
-            rich_progress.TextColumn("{task.description}"),
-            rich_progress.BarColumn(),
-            rich_progress.MofNCompleteColumn(),
-            rich_progress.TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task: rich_progress.TaskID | None = None
-        self._phase, self._total, self._done = "", 0.0, 0.0
-        self._began = self._said = time.monotonic()
-
-    def __enter__(self) -> PromptBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def start(self, phase: str, total: float) -> None:
-        self._task = self._bar.add_task(phase, total=total)
-        self._phase, self._total, self._done = phase, total, 0.0
-        self._began = self._said = time.monotonic()
-
-    def advance(self, amount: float) -> None:
-        if self._task is not None:
-            self._bar.advance(self._task, amount)
-        self._done += amount
-        now = time.monotonic()
-        if not self._console.is_terminal and now - self._said >= self.EVERY and self._done:
-            self._said = now
-            left = (self._total - self._done) * (now - self._began) / self._done
-            self.note(f"{self._phase}: {self._done:.0f} of {self._total:.0f}, {left:.0f} s left")
-
-    def note(self, text: str) -> None:
-        """A line of its own on stderr."""
-        self._console.print(f"mxrl: {text}", markup=False, highlight=False, soft_wrap=True)
+    @staticmethod
+    def _told(done: float, total: float, rate: float) -> str:
+        return f"{done:.0f} of {total:.0f}"

@@ -85,9 +85,7 @@ class Bar:
         self._bar = rich_progress.Progress(
             rich_progress.TextColumn("{task.description}"),
             rich_progress.BarColumn(),
-            rich_progress.TaskProgressColumn(),
-            rich_progress.DownloadColumn(),
-            rich_progress.TransferSpeedColumn(),
+            *self._columns(),
             rich_progress.TimeRemainingColumn(),
             console=console,
             transient=True,
@@ -119,10 +117,22 @@ class Bar:
         if not self._console.is_terminal and now - self._said >= self.EVERY and self._done:
             self._said = now
             rate = self._done / (now - self._began)
-            self.note(
-                f"{self._phase}: {self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s, "
-                f"{max(0.0, self._total - self._done) / rate:.0f} s left"
-            )
+            left = max(0.0, self._total - self._done) / rate
+            self.note(f"{self._phase}: {self._told(self._done, self._total, rate)}, {left:.0f} s left")
+
+    @staticmethod
+    def _columns() -> tuple[rich_progress.ProgressColumn, ...]:
+        """What stands between the bar and the time left."""
+        return (
+            rich_progress.TaskProgressColumn(),
+            rich_progress.DownloadColumn(),
+            rich_progress.TransferSpeedColumn(),
+        )
+
+    @staticmethod
+    def _told(done: float, total: float, rate: float) -> str:
+        """The same in a line."""
+        return f"{done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e9:.2f} GB/s"
 
     def note(self, text: str) -> None:
         """A line of its own on stderr."""
