@@ -86,7 +86,7 @@ def _short(page: Page, summary: Summary, analysis: str) -> None:
     }[analysis]
     whose = "the original's" if analysis == "against" else "their"
     page.text(
-        f"{done} by {percent(stats.rel_mse)} of {whose} energy. {_excess_sentence(stats)} "
+        f"{done} by {percent(stats.rel_mse)} of {whose} energy. {_excess_sentence(stats, analysis)} "
         f"{percent(stats.deadzone_fraction)} of the elements lie in the deadzone, where even the ideal scale rounds "
         "to zero."
     )
@@ -127,9 +127,14 @@ def _lossy_note(summary: Summary, lossy: Mapping[str, Any]) -> str:
     )
 
 
-def _excess_sentence(stats: ErrorStats) -> str:
+def _excess_sentence(stats: ErrorStats, analysis: str) -> str:
     if not stats.sq_error:
         return "There is no error to split."
+    if analysis == "against":  # the quantizer may have another grid, and then the excess is not its scales' price
+        return (
+            f"The floor, what the reference format would lose on the original under ideal scales, is "
+            f"{plain(stats.floor / stats.sq_error)} of that error; the note on reading says what the rest is."
+        )
     if not excess_over_t(stats) < 0:
         return (
             f"{percent(excess_over_t(stats))} of that error is excess over the floor, which the ideal scales "
