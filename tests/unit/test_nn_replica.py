@@ -185,13 +185,13 @@ def test_everything_is_dropped_after_an_error_too():
     before = tensors()
     with replica.filled(model, aqn_noise("mxfp4+aqn", 0, 0, 2)):
         assert tensors() > before + 14
-    assert tensors() == before
+    assert tensors() <= before  # other tests' garbage may go meanwhile
     with pytest.raises(ZeroDivisionError), replica.filled(model):
         raise ZeroDivisionError
     assert is_empty(replica)
     with pytest.raises(KeyError), replica.filled(model, lambda name, w: {}[name]):  # while it is filled
         pass
-    assert is_empty(replica) and tensors() == before
+    assert is_empty(replica) and tensors() <= before
 
 
 def test_hooks_come_along():
