@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import mxrl
 from mxrl.nn import RolloutError, aqn_noise, quantized_layers, rollout_weights, shared_weights
 from mxrl.nn.layers import full_tensor
+from mxrl.nn.shard import whole
 
 FAMILIES = ("qwen3", "gpt_oss")
 RECIPE = "mxfp4+mbs+of+aqn"
@@ -44,6 +45,9 @@ def measure(model: nn.Module, t: Tensor) -> dict[str, Any]:
     """Everything that is compared, for this process's part `t` of the batch; parameters gathered."""
     out: dict[str, Any] = {}
     before = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
+    for at_once in (1, 5000, 1 << 28):  # one collective each, a few together, all together
+        values = list(whole(model.parameters(), at_once))
+        assert len(values) == len(before) and all(map(torch.equal, values, before.values()))
     with torch.no_grad(), rollout_weights(model, aqn_noise(RECIPE, 5, 1, 3)) as report:
         out["held"] = held(model)
         out["rollout"] = logits_of(model, t)
