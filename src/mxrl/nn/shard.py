@@ -101,4 +101,4 @@ def _gather(batch: list[Tensor]) -> Iterator[Tensor]:
             yield parameter
             continue
         piece, count = next(pieces)
-        yield piece.reshape(ranks * count, *parameter.shape[1:])[: parameter.shape[0]].clone()
+        yield piece.reshape(ranks * count, *parameter.shape[1:])[: parameter.shape[0]]
