@@ -59,7 +59,8 @@ def check_sharding(args: Any) -> None:
             "GRPOConfig use_adaptive_entropy=True: its state is not kept under FSDP; leave one of them out"
         )
     if not args.fsdp:
-        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if several and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
             raise UnsupportedError(
                 "accelerate's FSDP configuration is not read: set GRPOConfig fsdp=True (FSDP2) instead"
             )
