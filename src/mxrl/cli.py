@@ -91,7 +91,7 @@ def analyze(
     """Split the quantization error of a checkpoint's linear weights: tables here, a page and JSON in a folder."""
     from rich.console import Console
 
-    from mxrl.report.analyze import Interrupted
+    from mxrl.report.analyze import NOTHING_KEPT, Interrupted
     from mxrl.report.analyze import analyze as run
     from mxrl.report.budget import BudgetError
     from mxrl.report.console import Bar
@@ -124,7 +124,7 @@ def analyze(
     except Interrupted as stop:
         raise Stopped(str(stop), 130) from None
     except KeyboardInterrupt:
-        raise Stopped("interrupted; nothing was written", 130) from None
+        raise Stopped(NOTHING_KEPT, 130) from None
     for warning in result["warnings"]:
         errors.print(f"mxrl: warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     for skipped in result["skipped"]:

@@ -120,7 +120,12 @@ def _multiple(n: int, unit: int) -> int:
 
 def mapped(weight: Weight) -> bool:
     """Whether a weight's rows are the file's own pages, which take no memory of the process."""
-    return isinstance(weight.encoding, Plain)
+    return isinstance(weight.encoding, Plain) and not (weight.encoding.as_float32 and weight.dtype != "F32")
+
+
+def width(weight: Weight) -> int:
+    """Bytes of one element of a weight's rows as `read` gives them."""
+    return {"F64": 8, "F32": 4}.get(weight.dtype, 2) if mapped(weight) else 4
 
 
 def read(checkpoint: Checkpoint, weight: Weight, start: int, stop: int) -> Tensor:
@@ -142,22 +147,13 @@ def read(checkpoint: Checkpoint, weight: Weight, start: int, stop: int) -> Tenso
 def read_into(checkpoint: Checkpoint, weight: Weight, start: int, stop: int, buffer: Tensor) -> Tensor:
     """The same rows in `buffer` (uint8, as many bytes as `weight` has in those rows, or more): for a GPU's copy."""
     rows = None
-    if isinstance(weight.encoding, Plain) and not weight.encoding.as_float32:
+    if mapped(weight) and isinstance(weight.encoding, Plain):
         rows = weight.encoding.codes.rows_into(start, stop, buffer)
     if rows is None:
         found = read(checkpoint, weight, start, stop)
         rows = buffer[: found.nbytes].view(found.dtype).view(found.shape)
         rows.copy_(found)
     return rows
-
-
-def width(weight: Weight) -> int:
-    """Bytes of one element of a weight's rows as `read` gives them."""
-    return {"F64": 8, "F32": 4}.get(weight.dtype, 2) if mapped(weight) and not _widened(weight) else 4
-
-
-def _widened(weight: Weight) -> bool:
-    return isinstance(weight.encoding, Plain) and weight.encoding.as_float32
 
 
 def operand(rows: Tensor, weight: Weight) -> Tensor:

@@ -143,12 +143,12 @@ def shape_of(
 def _rows(checkpoint: Checkpoint) -> tuple[int, int, int]:
     """Bytes of the largest range's rows; of those that are decoded; what decoder and arithmetic take besides."""
     rows = decoded = extra = 0
-    for shape, dim, dtype, in_place in {(w.shape, w.dim, w.dtype, mapped(w)) for w in checkpoint.weights}:
-        elements = max(stop - start for start, stop in ranges(shape, dim)) * shape[-1]
-        if in_place:
-            rows = max(rows, elements * (8 if dtype == "F64" else 4 if dtype == "F32" else 2))
-        else:
-            rows, decoded, extra = max(rows, elements * 4), max(decoded, elements * 4), max(extra, _DECODER)
+    alike = {(w.shape, w.dim, w.dtype, mapped(w), width(w)) for w in checkpoint.weights}
+    for shape, dim, dtype, in_place, bytes_each in alike:
+        nbytes = max(stop - start for start, stop in ranges(shape, dim)) * shape[-1] * bytes_each
+        rows = max(rows, nbytes)
+        if not in_place:
+            decoded, extra = max(decoded, nbytes), max(extra, _DECODER)
         if dtype == "F64":
             extra = max(extra, _REFERENCE)
     return rows, decoded, extra

@@ -89,12 +89,8 @@ class EpochRepeatSampler(RepeatSampler):
 
 
 @contextmanager
-def seeded(seed: int | None, device: torch.device | str) -> Iterator[None]:
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draw from `seed` inside, and leave the global generators (CPU, and the device's) as they were."""
-    if seed is None:
-        yield
-        return
-    device = torch.device(device)
     cuda = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         torch.manual_seed(seed)

@@ -43,7 +43,11 @@ from mxrl.rl.engine_slots import base_model
 STATE_FILE = "mxrl_state"  # in every checkpoint; written last, so a checkpoint that has it is complete
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-_OPTIONS = {"version": 2, "reshard_after_forward": None}  # of fsdp_config: the only value, or None for any
+# what fsdp_config may hold: ours, and what transformers puts there by itself
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "version": (2,), "reshard_after_forward": (True, False, None),
+    "min_num_params": (0,), "xla": (False,), "xla_fsdp_v2": (False,), "xla_fsdp_grad_ckpt": (False,),
+}  # fmt: skip
 
 
 def check_sharding(args: Any) -> None:
@@ -65,11 +69,8 @@ def check_sharding(args: Any) -> None:
                 "accelerate's FSDP configuration is not read: set GRPOConfig fsdp=True (FSDP2) instead"
             )
         return
-    defaults = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
     for name, value in (args.fsdp_config or {}).items():
-        if name in _OPTIONS and _OPTIONS[name] in (None, value):
-            continue
-        if name not in defaults or value != defaults[name]:
+        if value not in _OPTIONS.get(name, ()):
             raise UnsupportedError(f"fsdp_config {name}={value}: possible are version=2 and reshard_after_forward")
     args.fsdp_plugin_args["auto_wrap_policy"] = "NO_WRAP"  # the blocks are sharded when accelerate sees them
 
@@ -113,7 +114,7 @@ class ShardedTrainer(TrlTrainer):
         The default is once, where the whole float32 weights take at most a quarter of the GPU.
         """
         if asked is not None:
-            return bool(asked)
+            return asked
         if self.accelerator.device.type != "cuda":
             return False
         room = torch.cuda.get_device_properties(self.accelerator.device).total_memory

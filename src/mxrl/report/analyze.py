@@ -49,6 +49,10 @@ class Silent:
         pass
 
 
+PACKAGES = ("torch", "safetensors", "gguf", "numpy")  # whose versions a summary names
+NOTHING_KEPT = "interrupted; nothing was written"
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during an analysis: the message says what was kept."""
 
@@ -97,14 +101,14 @@ def analyze(
             progress.start("hashing", hashes.left)
             files = hashes.wait(progress.advance)
             journal.check_unchanged()
-            where = provenance(device_name(done.device), "torch", "safetensors", "gguf", "numpy")
+            where = provenance(device_name(done.device), *PACKAGES)
             result = write(temporary, summary(done, files, where), tensor_rows(done), bits)
     except KeyboardInterrupt:
         kept = journal.close()
         raise Interrupted(
             f"interrupted; what is done is kept in {out}, and the same command goes on from there"
             if kept
-            else "interrupted; nothing was written"
+            else NOTHING_KEPT
         ) from None
     finally:
         journal.close()

@@ -21,7 +21,7 @@ from mxrl.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from mxrl.pairs import match, stored_bytes
 from mxrl.provenance import provenance
 from mxrl.report import folder
-from mxrl.report.analyze import Interrupted, Progress, Silent, device_name
+from mxrl.report.analyze import NOTHING_KEPT, PACKAGES, Interrupted, Progress, Silent, device_name
 from mxrl.report.answers import BITS
 from mxrl.report.compare_summary import (
     activations_rows,
@@ -35,9 +35,6 @@ from mxrl.report.files import staged
 from mxrl.rl.policy import resolve_model
 from mxrl.scan import PLAIN, parse_recipes
 from mxrl.scan_workers import MEMORY, devices_of
-
-PACKAGES = ("torch", "safetensors", "gguf", "numpy")
-NOTHING_KEPT = "interrupted; nothing was written"
 
 
 def analyze_against(
