@@ -35,6 +35,7 @@ from mxrl.nn.layers import QuantizedLayer, quantized_layers
 from mxrl.recipes import Recipe
 from mxrl.rl.chain import Problem
 from mxrl.rl.evaluate import prompt_text
+from mxrl.rl.rollout import inference, left_pad
 from mxrl.scan import BASELINES, NonFiniteError, columns_of, merge, nonfinite, parse_recipes
 
 NAME = "mxrl_observed"  # of the experts implementation that shows its inputs
@@ -96,7 +97,6 @@ class Calibration:
         )
 
 
-@torch.no_grad()
 def calibrate(
     model: nn.Module,
     tokenizer: Any,
@@ -124,25 +124,18 @@ def calibrate(
     _check_lengths(ids, model)
     report = convert(model, "bf16")
     observer = _Observer(columns)
-    body: Any = getattr(
-        model, getattr(model, "base_model_prefix", ""), model
-    )  # without the head, whose logits are large
+    # without the head, whose logits are large
+    body: Any = getattr(model, getattr(model, "base_model_prefix", ""), model)
     device = next(model.parameters()).device
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    training = model.training
     padding = 0
-    model.eval()
-    with observer.watching(quantized_layers(model)):
+    with inference(model), observer.watching(quantized_layers(model)):
         for begin in range(0, len(ids), batch_size):
-            batch = ids[begin : begin + batch_size]
-            width = max(map(len, batch))
-            rows = [[pad] * (width - len(row)) + row for row in batch]
-            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch], device=device)
+            rows, mask = left_pad(ids[begin : begin + batch_size], pad, device)
             padding += int((mask == 0).sum())
             observer.begin(mask.bool(), begin)
-            body(input_ids=torch.tensor(rows, device=device), attention_mask=mask, use_cache=False)
-            progress(len(batch))
-    model.train(training)
+            body(input_ids=rows, attention_mask=mask, use_cache=False)
+            progress(len(rows))
     inputs = sorted(observer.inputs.values(), key=lambda i: natural_key(i.name))
     return Calibration(
         parse_recipes(recipes) or columns[:1], parse_recipes(baselines), tuple(inputs),

@@ -326,9 +326,10 @@ def make_room(model: Any, slots: int, room: int, device: torch.device) -> None:
 
     What a training step has freed stays in the allocator's own pool, and a graph's pool can't be filled from there.
     """
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] * MEMORY_SHARE < slots * _bytes_per_row(
-        model, room
-    ):
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    if MEMORY_SHARE * free < slots * _bytes_per_row(model, room):
         torch.cuda.empty_cache()
 
 
