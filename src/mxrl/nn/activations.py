@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mxrl.nn.injected import Injected
 from mxrl.nn.operands import Operands, quantize_operand, records_values
 from mxrl.quantize import QuantizedTensor, quantize
 from mxrl.recipes import Recipe
@@ -79,7 +80,7 @@ def _quantize(x: Tensor, operands: Operands, dtype: torch.dtype) -> Activation:
     recipe = operands.activation
     if x.dtype != dtype:
         x = x.detach().to(dtype)
-    if recipe is None or not packs(operands):
+    if recipe is None or isinstance(recipe, Injected) or not packs(operands):
         return Activation(quantize_operand(x, recipe))
     packed = pack(x.detach(), recipe)
     return Activation(unpack(packed, recipe, x.shape, dtype), packed)

@@ -142,20 +142,25 @@ def quantized_experts_forward(
     state = state_of(self)
     if state is None:  # the config is shared with a model that isn't converted, or this module is skipped
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    y_TAH = expert_outputs(self, state, hidden_states, top_k_index)
+    return (y_TAH * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
+
+
+def expert_outputs(module: Experts, state: ExpertsState, hidden_states: Tensor, top_k_index: Tensor) -> Tensor:
+    """What each token's experts answer, before the gates: [T, A, H] in the compute dtype, for index [T, A]."""
     operands = state.operands
     tokens, active = top_k_index.shape
     dtype = compute_dtype(hidden_states)
-    where = route(top_k_index, self.num_experts)
-    first, second = weight_names(self)
+    where = route(top_k_index, module.num_experts)
+    first, second = weight_names(module)
 
     x_q = quantize_activation(hidden_states, operands, dtype)
-    hidden = _project(self, state, first, hidden_states, x_q, where, active)
-    inner_SI = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-    y_SH = _project(self, state, second, inner_SI, quantize_activation(inner_SI, operands, dtype), where, 0)
+    hidden = _project(module, state, first, hidden_states, x_q, where, active)
+    inner_SI = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+    y_SH = _project(module, state, second, inner_SI, quantize_activation(inner_SI, operands, dtype), where, 0)
 
-    # Back to token order, and a sum over the A experts of a token: no atomics, so the same bits every time.
-    y_TAH = Reorder.apply(y_SH, where.place_S, where.order_S).view(tokens, active, y_SH.shape[-1])
-    return (y_TAH * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
+    # Back to token order, to be summed over the A experts of a token: no atomics, so the same bits every time.
+    return Reorder.apply(y_SH, where.place_S, where.order_S).view(tokens, active, y_SH.shape[-1])
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, quantized_experts_forward)

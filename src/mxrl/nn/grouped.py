@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from mxrl.nn.activations import Activation
 from mxrl.nn.linear import saved_activation
-from mxrl.nn.operands import Operands, quantize_operand
+from mxrl.nn.operands import Operands, Quantizer, quantize_operand
 from mxrl.recipes import Recipe
 
 
@@ -121,7 +121,7 @@ def _groups(ends_E: Tensor) -> list[tuple[int, slice]]:
     return [(e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if b > a]
 
 
-def quantize_groups(x_SK: Tensor, recipe: Recipe | None, dim: int, ends_E: Tensor) -> Tensor:
+def quantize_groups(x_SK: Tensor, recipe: Quantizer | None, dim: int, ends_E: Tensor) -> Tensor:
     """Q of each expert's rows by themselves, blocked along `dim`: along their tokens (0) or along K (1)."""
     if recipe is None:
         return x_SK
@@ -132,7 +132,7 @@ def quantize_groups(x_SK: Tensor, recipe: Recipe | None, dim: int, ends_E: Tenso
     return _quantize_groups(x_SK, recipe, dim, ends_E)
 
 
-def _quantize_groups(x_SK: Tensor, recipe: Recipe, dim: int, ends_E: Tensor) -> Tensor:
+def _quantize_groups(x_SK: Tensor, recipe: Quantizer, dim: int, ends_E: Tensor) -> Tensor:
     out = torch.empty_like(x_SK, memory_format=torch.contiguous_format)
     for _, rows in _groups(ends_E):
         out[rows] = quantize_operand(x_SK[rows], recipe, dim)
@@ -210,6 +210,8 @@ class StraightThroughExperts(torch.autograd.Function):
         ctx.operands, ctx.dtype, ctx.shape, ctx.packed = operands, dtype, x.shape, len(packed)
         ctx.active, ctx.transposed = active, transposed
         ctx.dtypes = x.dtype, w.dtype, None if bias_EO is None else bias_EO.dtype
+        if not operands.forward:
+            xq, wq = x.to(dtype), w.to(dtype)
         rows = xq[order_S // active] if active else xq
         bias = None if bias_EO is None else bias_EO.to(dtype)
         return grouped_mm(rows, wq if transposed else wq.mT, bias, expert_S, ends_E)

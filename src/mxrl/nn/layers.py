@@ -69,6 +69,13 @@ class QuantizedLayer:
         """(canonical name below the module, view) of every matrix in the stored parameter: see experts.matrices."""
         return iter([(attribute, weight)]) if self.is_linear else experts.matrices(self.module, attribute, weight)
 
+    def use(self, operands: Operands) -> None:
+        """Compute with these quantizers from now on, whatever `convert` said."""
+        if self.is_linear:
+            self.module.operands = operands
+        else:
+            self.module.mxrl_state.operands = operands
+
     # --- the weights that a rollout holds ---
 
     @property

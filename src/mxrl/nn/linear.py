@@ -56,6 +56,8 @@ class StraightThroughLinear(torch.autograd.Function):
             ctx.save_for_backward(*(packed or (xq,)), wq_OK)
         ctx.operands, ctx.dtype, ctx.shape, ctx.packed = operands, dtype, x.shape, len(packed)
         ctx.dtypes = x.dtype, w_OK.dtype, None if bias_O is None else bias_O.dtype
+        if not operands.forward:
+            xq, wq_OK = x.to(dtype), w_OK.to(dtype)
         return F.linear(xq, wq_OK, None if bias_O is None else bias_O.to(dtype))
 
     @staticmethod

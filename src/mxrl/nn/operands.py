@@ -5,6 +5,9 @@
     grad_weight  dw_OK = dy_TOᵀ · Q(x_TK)          not 4-bit unless `quantize_grad`: then both are blocked along T
 
 T tokens, K input features (the forward contraction), O output features.
+
+A quantizer is a recipe's, or an `Injected` one that lets only some components of a recipe's error through (probes).
+With `forward=False` the forward pass takes x and w as they are, and only the backward GEMMs take Q(x) and Q(w).
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mxrl.nn.injected import Injected
 from mxrl.quantize import fake_quantize
 from mxrl.recipes import Recipe
+
+Quantizer = Recipe | Injected
 
 
 class RolloutError(RuntimeError):
@@ -30,9 +36,10 @@ class Operands:
     """A recipe, taken apart: the quantizer of each operand; None leaves that operand as it is."""
 
     recipe: Recipe
-    weight: Recipe | None
-    activation: Recipe | None
+    weight: Quantizer | None
+    activation: Quantizer | None
     grad: Recipe | None  # the base format alone: MBS and OF are never applied to dY
+    forward: bool = True  # False: quantized operands in the backward pass only
 
     @classmethod
     @functools.lru_cache(maxsize=64)
@@ -58,9 +65,11 @@ class Operands:
         return self.grad is not None and self.recipe.backward == "quantized"
 
 
-def quantize_operand(x: Tensor, recipe: Recipe | None, dim: int = -1) -> Tensor:
-    """`fake_quantize(x, recipe, dim=dim)`, same shape and dtype, without gradient; `x` itself where recipe is None."""
-    return x if recipe is None else fake_quantize(x, recipe, dim=dim)
+def quantize_operand(x: Tensor, quantizer: Quantizer | None, dim: int = -1) -> Tensor:
+    """`fake_quantize(x, recipe, dim=dim)`, same shape and dtype, without gradient; `x` itself without a quantizer."""
+    if quantizer is None:
+        return x
+    return quantizer(x, dim) if isinstance(quantizer, Injected) else fake_quantize(x, quantizer, dim=dim)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

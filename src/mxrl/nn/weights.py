@@ -212,6 +212,8 @@ def layers_to_hold(model: nn.Module, caller: str) -> list[QuantizedLayer]:
         raise RolloutError(f"{caller}: {type(model).__name__} has no converted layer; call mxrl.convert first")
     if any(layer.holds for layer in layers):
         raise RolloutError(f"{caller}: this model is already inside a rollout's block; leave that one first")
+    if not all(layer.operands.forward for layer in layers):
+        raise RolloutError(f"{caller}: this model is quantized in the backward pass only, and a rollout has none")
     return layers
 
 
@@ -282,12 +284,13 @@ def _quantized(
         return HeldWeight(name, clean, parameter, parameter._version)
     recipe = layer.operands.weight
     after = isinstance(noise, AqnNoise) and noise.recipe.aqn_placement == "after"
-    fused = isinstance(noise, AqnNoise) and not after and recipe is not None and not layer.operands.tensor_scaled
+    fused = isinstance(noise, AqnNoise) and not after and isinstance(recipe, Recipe)
+    fused = fused and not layer.operands.tensor_scaled
     base = clean if after else master
     value = torch.empty_like(master, dtype=dtype) if fused else base.to(_wide(base.dtype), copy=True)
     pairs = zip(layer.matrices(attribute, master), layer.matrices(attribute, value), strict=True)
     for (matrix_name, matrix), (_, target) in pairs:
-        if isinstance(noise, AqnNoise) and fused and recipe is not None:
+        if isinstance(noise, AqnNoise) and fused and isinstance(recipe, Recipe):
             noise.quantized(f"{layer.name}.{matrix_name}", matrix, recipe, layer.dim, target)
         else:
             target.add_(noise(f"{layer.name}.{matrix_name}", matrix))

@@ -32,7 +32,7 @@ from mxrl.report.compare_summary import (
     diff_summary,
 )
 from mxrl.report.files import staged
-from mxrl.rl.policy import resolve_model
+from mxrl.rl.policy import load_model, resolve_model
 from mxrl.scan import PLAIN, parse_recipes
 from mxrl.scan_workers import MEMORY, devices_of
 
@@ -142,7 +142,7 @@ def analyze_activations(
     problems = load_task(name, seed=seed, n=prompts, split=split, **({"path": path} if path else {}))
     from mxrl.calibration import calibrate  # transformers, which takes a second to import
 
-    loaded, tokenizer = _load_model(model)
+    loaded, tokenizer = load_model(model)
     try:
         with staged(out) as temporary:
             progress.start("running prompts", len(problems))
@@ -162,26 +162,6 @@ def analyze_activations(
 
 def _open(source: str | Path) -> Checkpoint:
     return open_checkpoint(resolve_model(str(source)))
-
-
-def _load_model(name: str) -> tuple[Any, Any]:
-    """(causal language model in the type it is stored in, tokenizer that pads on the left)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    where = resolve_model(name)
-    disable_progress_bar()
-    if not Path(where).is_dir() and Path(where).exists():
-        raise ValueError(
-            f"'{name}' is a file; --activations runs a model, so give a Hugging Face folder with its config"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(where, dtype="auto")
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"model '{name}': can't be loaded as a causal language model ({reason})") from error
-    return model, tokenizer
 
 
 def _hashes(progress: Progress, *checkpoints: Checkpoint) -> list[list[dict[str, Any]]]:

@@ -125,6 +125,28 @@ def resolve_model(name: str) -> str:
     return str(folder)
 
 
+def load_model(name: str, *, dtype: torch.dtype | str = "auto") -> tuple[Any, Any]:
+    """(causal language model in eval mode, tokenizer that pads on the left), on the CPU.
+
+    name: a Hugging Face folder, a hub id, policy:dense or policy:moe. dtype: "auto" is the one it is stored in.
+    Raises PolicyError, and ValueError for what isn't a causal language model with a tokenizer.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    where = resolve_model(name)
+    disable_progress_bar()
+    if not Path(where).is_dir() and Path(where).exists():
+        raise ValueError(f"'{name}' is a file; to run a model, give a Hugging Face folder with its config")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"model '{name}': can't be loaded as a causal language model ({reason})") from error
+    return model.eval(), tokenizer
+
+
 def load_policy(kind: str = "dense", *, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """The shipped policy and its tokenizer: `(model in eval mode, tokenizer)`, on the CPU."""
     return load_folder(resolve_model(POLICY_PREFIX + kind), dtype=dtype)
