@@ -216,6 +216,16 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path):
     assert trainer.state.global_step == 1 and all(p.isfinite().all() for p in trainer.model.parameters())
 
 
+def test_gradients_are_taken_without_cudnn_attention(tmp_path):
+    """Its backward pass makes NaN of padding at some lengths; backward passes included, which checkpoints run in."""
+    trainer, seen = tiny_trainer(tmp_path, max_steps=1), []
+    trainer.model.model.layers[0].register_full_backward_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    trainer.train()
+    assert seen and not any(seen) and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_lora_on_a_quantized_base(tmp_path):
     from peft import LoraConfig
 

@@ -16,6 +16,7 @@ import mxrl
 from mxrl import Recipe
 from mxrl.corrections import noise_key, philox_normal
 from mxrl.ops.dispatch import BackendError
+from mxrl.rl.rollout import without_cudnn_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -206,3 +207,15 @@ def test_tensors_of_more_than_2_31_elements(recipe):
 def test_float64_is_refused_by_name():
     with pytest.raises(BackendError, match="backend='triton'"):
         mxrl.fake_quantize(torch.zeros(32, dtype=torch.float64, device="cuda"), "mxfp4", backend="triton")
+
+
+@pytest.mark.parametrize("length", [64, 192])
+def test_rows_of_padding_have_a_gradient_without_cudnn(length: int) -> None:
+    """torch's default here may be cuDNN, whose dQ is NaN at these lengths (see without_cudnn_attention)."""
+    q, k, v = (torch.randn(2, 4, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    mask = torch.ones(2, 1, length, length, dtype=torch.bool, device="cuda").tril()
+    mask[0, :, :, :5] = False
+    with without_cudnn_attention():
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert all(bool(torch.isfinite(g).all()) for g in (out, *gradients))

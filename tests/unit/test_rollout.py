@@ -5,7 +5,14 @@ import torch
 from transformers import GenerationConfig
 
 from mxrl.rl.policy import build_policy
-from mxrl.rl.rollout import SamplingError, decode_gap, refuse_biased_sampling, sample, score
+from mxrl.rl.rollout import (
+    SamplingError,
+    decode_gap,
+    refuse_biased_sampling,
+    sample,
+    score,
+    without_cudnn_attention,
+)
 
 PAD, EOS = 0, 2
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13, 14, 15, 16]]
@@ -144,3 +151,15 @@ def test_biased_sampling_is_refused_in_one_line(name, value):
 def test_calls_that_make_no_sense(model, options):
     with pytest.raises(ValueError, match="sample:"):
         draw(model, **options)
+
+
+def test_cudnn_attention_is_off_inside_and_as_before_afterwards() -> None:
+    for before in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        try:
+            with pytest.raises(KeyError), without_cudnn_attention():
+                assert not torch.backends.cuda.cudnn_sdp_enabled()
+                raise KeyError
+            assert torch.backends.cuda.cudnn_sdp_enabled() is before
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(True)

@@ -61,6 +61,7 @@ from mxrl.rl.rewards import text_of
 from mxrl.rl.rollout import (
     decode_gap,
     takes_positions,
+    without_cudnn_attention,
 )
 from mxrl.rl.steps import StepRecord
 
@@ -329,7 +330,7 @@ class GRPOTrainer(ShardedTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's; a step's quantized weights are computed once for its rollout, micro-batches and backward passes."""
-        with ExitStack() as self._blocks:
+        with without_cudnn_attention(), ExitStack() as self._blocks:
             try:
                 return super().train(*args, **kwargs)
             finally:

@@ -125,6 +125,22 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Around passes that take gradients under a mask: torch's other attention kernels; afterwards as before.
+
+    cuDNN 9.19's backward pass (torch 2.11 to 2.13, Hopper) makes NaN of dQ where the length is an odd multiple of 64,
+    a mask is given, and a row's logsumexp is below ln(1/FLT_MAX): rows of padding, but real ones too
+    (pytorch/pytorch#196678). Around the backward pass too: checkpointing runs the forward again inside it.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def takes_positions(model: Any) -> bool:
     """Whether the Hugging Face model (or the one inside PEFT's) has position_ids among its inputs."""
     return "position_ids" in inspect.signature(type(base_model(model)).forward).parameters
