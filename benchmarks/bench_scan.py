@@ -157,6 +157,9 @@ def operations_gpu(checkpoint: Checkpoint, columns: tuple[str, ...], args: Any) 
         if count > len(everything.devices):
             yield Operation("steady", lambda _: None, extra={"gpus": count}, missing=f"{len(everything.devices)} GPUs")
             continue
+        if args.only_analyze:
+            yield Operation("analyze", lambda _, n=count: commanded(args.folder, n), bytes=total, extra={"gpus": count})
+            continue
         shape = Shape(everything.devices[:count], everything.threads, everything.readers)
         workers = Workers(checkpoint, columns, shape)
         about: Row = {"gpus": count, "processes": count, "readers": shape.readers, "startup_s": workers.startup}
@@ -224,6 +227,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint where it is")
     parser.add_argument("--no-analyze", action="store_true")
+    parser.add_argument("--only-analyze", action="store_true", help="on GPUs: read, arithmetic and the whole command")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.memory = int(args.memory)

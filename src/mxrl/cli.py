@@ -1,4 +1,4 @@
-"""The command line: `mxrl analyze | train | demo | …`. No maths; each command imports what it needs when it runs.
+"""The command line: `mxrl analyze | probe | train | …`. No maths; each command imports what it needs when it runs.
 
 Exit codes: 0 done; 1 the work failed; 2 the call was wrong (an option, a recipe); 130 Ctrl-C. A failure is one line on
 stderr. A command is a function here; what it raises becomes that line in `main`.
@@ -138,13 +138,85 @@ def analyze(
 
 
 @app.command()
-def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `mxrl analyze` has written.")],
+def probe(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="gradient, temperature, deadzone, drift, fork, routing or all.")
+    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a hub id, policy:dense.")],
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option("--recipe", "-r", help="As mxfp4+mbs+of; several times. The first one's error is taken apart."),
+    ] = None,
+    treatment: Annotated[
+        list[str] | None,
+        typer.Option(help="As mxfp4@scale, mxfp4@-scale, mxfp4@~scale; several times, instead of the usual ones."),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="TASK", help="As gsm8k:FILE; shipped policies take chain by default.")
+    ] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="How many, for every probe (default: each its own).")
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of a completion (default: by the task).")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the problems, the samples and the noise.")] = 0,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Where to compute.")] = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="float32|bfloat16|float16", help="Of what isn't 4-bit (default: float32 on a CPU)."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for the results (default probe-MODEL).")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print probe.json instead of tables.")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="Take what an earlier run has measured on the same model from --out, or start over.")
+    ] = True,
 ) -> None:
-    """Make a folder's report.html once more from its summary.json and tensors.jsonl."""
-    from mxrl.report.folder import rebuild
+    """Find out by experiment which component of the 4-bit error breaks what: gradients, rollouts, entropy, routing."""
+    from rich.console import Console
 
-    print(f"written: {rebuild(folder)}")
+    from mxrl.report.phases import quiet
+    from mxrl.report.phases_console import Phases
+
+    folder = out or Path(f"probe-{_stem(model)}")
+    try:
+        # the stream itself: Console(stderr=True) would follow sys.stderr, which a phase may redirect
+        with Phases(Console(file=sys.stderr), "probe", "loading torch and the model") as display, quiet():
+            from mxrl.probes.run import CALL_ERRORS, settings_of
+            from mxrl.report.probe import probe as run
+
+            try:
+                settings = settings_of(
+                    name, model, recipe or [], treatment or [], task=task, prompts=prompts, device=device, dtype=dtype,
+                    max_new_tokens=max_new_tokens, seed=seed,
+                )  # fmt: skip
+                result = run(settings, folder, display=display, resume=resume)
+            except CALL_ERRORS as err:
+                raise Stopped(str(err), 2) from None
+    except KeyboardInterrupt:
+        raise Stopped(
+            f"interrupted; the probes that are done are kept in {folder}, and the same command goes on from there", 130
+        ) from None
+    if json:
+        from mxrl.report.probe import to_text
+
+        print(to_text(result))
+    else:
+        from mxrl.report.probe_console import print_probe
+
+        print_probe(result, Console())
+        print(f"written: {folder / 'probe.html'}, probe.json")
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `mxrl analyze` or `mxrl probe` has written.")],
+) -> None:
+    """Make a folder's pages once more: report.html from an analysis's files, probe.html from probe.json."""
+    from mxrl.report.folder import rebuild_all
+
+    for page in rebuild_all(folder):
+        print(f"written: {page}")
 
 
 def _which(other: str | None, against: str | None, activations: str | None) -> tuple[str, str]:
@@ -239,11 +311,12 @@ def demo(
     """Show on a small policy what MXFP4 costs and what the corrections give back: about three minutes on two cores."""
     from rich.console import Console
 
-    from mxrl.report.demo_console import Phases, print_demo
+    from mxrl.report.demo_console import print_demo
+    from mxrl.report.phases_console import Phases
 
     try:
         # the stream itself: Console(stderr=True) would follow sys.stderr, which a phase redirects
-        with Phases(Console(file=sys.stderr)) as display:
+        with Phases(Console(file=sys.stderr), "demo", "loading torch, transformers and trl") as display:
             from mxrl.demo import Settings
             from mxrl.demo import demo as run
 

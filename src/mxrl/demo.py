@@ -16,25 +16,22 @@ demo.json holds every number of the page, so `report.demo.build_page` makes the 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
-import logging
 import re
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from mxrl.checkpoint import fingerprint, open_checkpoint
+from mxrl.checkpoint import open_checkpoint
 from mxrl.provenance import provenance
 from mxrl.report.demo import build_page
 from mxrl.report.files import write_atomically
+from mxrl.report.phases import Display, Phase, Silent, prepare, quiet, run_phase, source_hash, weight_files
 from mxrl.report.summary import summary, to_json
 from mxrl.rl.policy import POLICY_PREFIX, resolve_model
 from mxrl.scan import parse_recipes, scan
@@ -64,48 +61,6 @@ class Settings:
     lr: float = 5e-5  # chosen for bf16 on a GPU, with 8 times the prompts
 
 
-class Display(Protocol):
-    """Told what the demo is doing."""
-
-    def plan(self, costs: Sequence[float]) -> None:
-        """The expected seconds of every phase, before the first one."""
-
-    def begin(self, title: str) -> None: ...
-
-    def within(self, share: float) -> None:
-        """How much of the phase is done, 0 … 1."""
-
-    def end(self, seconds: float, kept: bool) -> None:
-        """The phase is over; `kept`: its result is that of a former run."""
-
-
-class Silent:
-    """A Display that shows nothing."""
-
-    def plan(self, costs: Sequence[float]) -> None:
-        pass
-
-    def begin(self, title: str) -> None:
-        pass
-
-    def within(self, share: float) -> None:
-        pass
-
-    def end(self, seconds: float, kept: bool) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A piece of work whose result is kept: `work(within)` gives a dictionary that JSON can hold."""
-
-    name: str
-    title: str
-    cost: float  # seconds on two idle cores, for the estimate only
-    key: dict[str, Any]
-    work: Callable[[Callable[[float], None]], dict[str, Any]]
-
-
 def demo(out: Path, settings: Settings | None = None, *, display: Display | None = None) -> dict[str, Any]:
     """Run every phase that `out` does not hold yet, then write `out`/demo.json and demo.html; returns demo.json.
 
@@ -113,15 +68,15 @@ def demo(out: Path, settings: Settings | None = None, *, display: Display | None
     read, NonFiniteError where a training step diverges. KeyboardInterrupt passes through; finished phases stay.
     """
     settings, display = settings or Settings(), display or Silent()
-    _prepare(out)
+    kept_in = prepare(out)
     origin = provenance("cpu", "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "safetensors")
     phases = _phases(settings, out, origin)
     display.plan([phase.cost for phase in phases])
     results: dict[str, dict[str, Any]] = {}
-    with _quiet():
+    with quiet():
         for phase in phases:
             display.begin(phase.title)
-            results[phase.name], kept = _run(phase, out / "phases" / f"{phase.name}.json", display.within)
+            results[phase.name], kept = run_phase(phase, kept_in / f"{phase.name}.json", display.within)
             display.end(results[phase.name]["seconds"], kept)
     data = assemble(settings, results, origin)
     write_atomically(out / "demo.json", to_json(data, indent=1) + "\n")
@@ -129,40 +84,12 @@ def demo(out: Path, settings: Settings | None = None, *, display: Display | None
     return data
 
 
-def _prepare(out: Path) -> None:
-    """Make the folder, and find out now rather than after the work whether it can be written to."""
-    try:
-        if out.exists() and not out.is_dir():
-            raise NotADirectoryError(f"{out} is a file")
-        (out / "phases").mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=out / "phases"):
-            pass
-    except OSError as error:
-        raise OSError(f"can't write to {out}: {error.strerror or error}") from error
-
-
-def _run(phase: Phase, path: Path, within: Callable[[float], None]) -> tuple[dict[str, Any], bool]:
-    """(the phase's result with its seconds, whether it was there already)."""
-    key = json.loads(json.dumps(phase.key))
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, or not ours to read: the phase is run
-        found = None
-    if isinstance(found, dict) and found.get("key") == key and "result" in found:
-        return {**found["result"], "seconds": found["seconds"]}, True
-    started = time.monotonic()
-    result = phase.work(within)
-    seconds = round(time.monotonic() - started, 2)
-    write_atomically(path, to_json({"key": key, "seconds": seconds, "result": result}, indent=1) + "\n")
-    return {**result, "seconds": seconds}, False
-
-
 # --- the phases ------------------------------------------------------------------------------------------------------
 
 
 def _phases(settings: Settings, out: Path, origin: Mapping[str, Any]) -> list[Phase]:
-    common = {"source": _source(), "versions": origin["versions"]}
-    hashes = {model: _files(model) for model in dict.fromkeys((*settings.analyzed, settings.model))}
+    common = {"source": source_hash(), "versions": origin["versions"]}
+    hashes = {model: weight_files(model) for model in dict.fromkeys((*settings.analyzed, settings.model))}
     phases = []
     for model in settings.analyzed:
         key = {**common, "files": hashes[model], "recipes": settings.errors}
@@ -198,18 +125,6 @@ def _label(name: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", name.removeprefix(POLICY_PREFIX)).strip("-")
 
 
-def _source() -> str:
-    """A hash of the package's modules: with another code, a kept result is another result."""
-    digest, package = hashlib.sha256(), Path(__file__).parent
-    for file in sorted(package.rglob("*.py")):
-        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-def _files(model: str) -> list[dict[str, Any]]:
-    return [dict(fingerprint(file)) for file in open_checkpoint(resolve_model(model)).files]
-
-
 def weights(model: str, recipes: Sequence[str], within: Callable[[float], None] = lambda _: None) -> dict[str, Any]:
     """Each recipe's error, summed over the model's linear weights: `total[recipe]` as in an analysis's summary.json."""
     checkpoint = open_checkpoint(resolve_model(model))
@@ -220,7 +135,7 @@ def weights(model: str, recipes: Sequence[str], within: Callable[[float], None] 
         done += weight.numel
         within(done / checkpoint.numel)
 
-    found = summary(scan(checkpoint, parse_recipes(recipes), baselines=(), progress=progress), _files(model), {})
+    found = summary(scan(checkpoint, parse_recipes(recipes), baselines=(), progress=progress), weight_files(model), {})
     return (
         {"model": model}
         | {name: found[name] for name in ("tensors", "elements", "total")}
@@ -287,27 +202,6 @@ class _Said(io.TextIOBase):
         return len(text)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what transformers and torchao print, bars and warnings: the demo has its own display."""
-    from transformers.utils import logging as theirs
-
-    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
-    loggers = {name: logging.getLogger(name).level for name in ("torchao", "torch.utils._pytree")}
-    theirs.set_verbosity_error()
-    theirs.disable_progress_bar()
-    for name in loggers:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        theirs.set_verbosity(level)
-        if bars:
-            theirs.enable_progress_bar()
-        for name, former in loggers.items():
-            logging.getLogger(name).setLevel(former)
-
-
 # --- the result ------------------------------------------------------------------------------------------------------
 
 
@@ -348,4 +242,4 @@ def card(model: str) -> dict[str, Any] | None:
         return None
     found = json.loads(path.read_text(encoding="utf-8"))
     wanted = found.get("weights", {}).get("sha256")
-    return found if wanted is None or wanted in {file["sha256"] for file in _files(model)} else None
+    return found if wanted is None or wanted in {file["sha256"] for file in weight_files(model)} else None

@@ -242,7 +242,11 @@ def test_a_shipped_policy_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixt
         (["MODEL", "--activations", "chain", "--prompts", "0"], 2, "'--prompts'"),
         (["MODEL", "--activations", "chain"], 1, "makes no tokens of prompt 0; is it in the model's folder?"),
         (["MODEL/..", "--activations", "chain"], 1, "can't be loaded as a causal language model"),
-        (["MODEL/model.safetensors", "--activations", "chain"], 1, "is a file; to run a model, give a Hugging Face folder"),
+        (
+            ["MODEL/model.safetensors", "--activations", "chain"],
+            1,
+            "is a file; to run a model, give a Hugging Face folder",
+        ),
         (["policy:mo", "--activations", "chain"], 1, "policy:dense, policy:moe"),
     ],
 )

@@ -15,6 +15,7 @@ import mxrl.demo as module
 from mxrl.cli import main
 from mxrl.demo import Settings, assemble, demo
 from mxrl.report.demo import build_page
+from mxrl.report.phases import Phase, run_phase, weight_files
 from mxrl.rl.policy import build_policy, char_tokenizer, save_policy
 
 PHASES = ["weights", "accuracy-bf16", "accuracy-mxfp4", "accuracy-mxfp4+of", "grpo-mxfp4+of+aqn"]
@@ -62,7 +63,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 def one_source() -> Iterator[None]:
     """The package's hash is part of the key; it must not change under a test because somebody edits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_source", lambda: "c0ffee")
+        patch.setattr(module, "source_hash", lambda: "c0ffee")
         yield
 
 
@@ -119,7 +120,7 @@ def test_other_settings_take_nothing_from_a_former_run(
     done: tuple[Path, dict[str, Any], Heard], settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def keys(settings: Settings, source: str = "c0ffee") -> dict[str, Any]:
-        monkeypatch.setattr(module, "_source", lambda: source)
+        monkeypatch.setattr(module, "source_hash", lambda: source)
         phases = module._phases(settings, done[0], {"versions": {}})
         return {_plain(p.name): p.key for p in phases}
 
@@ -131,8 +132,8 @@ def test_other_settings_take_nothing_from_a_former_run(
 
 def test_a_kept_result_is_used_under_its_own_key_only(tmp_path: Path) -> None:
     def run(key: int, value: int) -> tuple[Any, bool]:
-        result, kept = module._run(
-            module.Phase("p", "", 1, {"k": (key,)}, lambda _: {"v": value}), tmp_path / "p.json", lambda _: None
+        result, kept = run_phase(
+            Phase("p", "", 1, {"k": (key,)}, lambda _: {"v": value}), tmp_path / "p.json", lambda _: None
         )
         return result["v"], kept
 
@@ -145,7 +146,7 @@ def test_a_card_of_other_weights_is_left_out(settings: Settings, tmp_path: Path)
     wrong = {"weights": {"sha256": "0" * 64}}
     (folder / "card.json").write_text(json.dumps(wrong))
     assert module.card(str(folder)) is None
-    right = {"weights": {"sha256": module._files(str(folder))[0]["sha256"]}}
+    right = {"weights": {"sha256": weight_files(str(folder))[0]["sha256"]}}
     (folder / "card.json").write_text(json.dumps(right))
     assert module.card(str(folder)) == right
     (folder / "card.json").unlink()
@@ -167,7 +168,7 @@ def test_an_interrupted_demo_says_how_to_go_on(
     def stop(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_run", stop)
+    monkeypatch.setattr(module, "run_phase", stop)
     assert main(["demo", "--out", str(tmp_path / "d")]) == 130
     out, err = capsys.readouterr()
     assert out == "" and err.splitlines()[-1].startswith("mxrl: interrupted; what is done is kept in ")

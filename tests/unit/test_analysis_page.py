@@ -146,7 +146,7 @@ def test_rebuilt_it_is_the_same_page(copy: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("spoil", "part"),
     [
-        (lambda f: (f / "summary.json").unlink(), "has no summary.json; give a folder that `mxrl analyze` has written"),
+        (lambda f: (f / "summary.json").unlink(), "has neither summary.json nor probe.json; give"),
         (lambda f: (f / "tensors.jsonl").unlink(), "has no tensors.jsonl; run `mxrl analyze` again"),
         (lambda f: (f / "summary.json").write_text("{"), "summary.json is not valid JSON"),
         (lambda f: (f / "summary.json").write_bytes(b"\xff\xfe"), "summary.json is not valid JSON"),

@@ -15,9 +15,10 @@ from rich.console import Console
 
 from mxrl.decompose import error_stats
 from mxrl.demo import _Said
-from mxrl.report import demo_console
+from mxrl.report import phases_console
 from mxrl.report.demo import build_page, half_width, interval, points, sentences
-from mxrl.report.demo_console import Phases, print_demo
+from mxrl.report.demo_console import print_demo
+from mxrl.report.phases_console import Phases
 from mxrl.report.summary import stats_dict
 
 RECIPES = ("mxfp4", "mxfp4+of")
@@ -133,9 +134,9 @@ def test_the_terminal_shows_the_same(stored: dict[str, Any], with_card: bool) ->
 
 def test_the_estimate_follows_what_the_phases_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(demo_console.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(phases_console.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO())
-    phases = Phases(console)
+    phases = Phases(console, "demo", "loading")
     assert phases.left() == 0
     phases.plan([10, 20, 30])
     assert phases.left() == 60

@@ -6,7 +6,7 @@
         model(ids, attention_mask=mask).logits              # the same batches in the same order, under gradient or not
 
 What is replayed is the selection. The gates of the selected experts are computed anew from the present router logits,
-so the router still learns, as in GSPO's routing replay (arXiv 2507.18071, sec. 5.3) and R3 (arXiv 2510.11370, sec. 4);
+so the router still learns, as in GSPO's routing replay (arXiv 2507.18071) and rollout routing replay (2510.11370);
 `gates="record"` replays the gates' values too, as constants. With ℓ [T, E] the router's logits and S_t the A experts:
 
     Qwen3-MoE, OLMoE   softmax(ℓ)[S_t], over its own sum where `norm_topk_prob` is set
@@ -220,7 +220,9 @@ def _check_fit(layers: list[MoeLayer], routes: Routes) -> None:
                     f"{list(index.shape)} and gates {list(gates.shape)}"
                 )
             if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < experts:
-                raise RoutingError(f"replay_routing: {layer.name} has experts 0 to {experts - 1}; the routes name others")
+                raise RoutingError(
+                    f"replay_routing: {layer.name} has experts 0 to {experts - 1}; the routes name others"
+                )
 
 
 @dataclass
@@ -231,13 +233,13 @@ class _Player:
     calls: list[Choice]
     recorded_gates: bool
     done: int = 0
-    pending: int = 0  # calls that no checkpoint has computed again since
+    pending: int = 0  # passes in training mode since a checkpoint last computed one again
 
     def __call__(
         self, router: Any, arguments: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits_TE, present, own = output
-        choice = self._next()
+        choice = self._next(router.training)
         if choice.index.shape[0] != own.shape[0]:
             raise RoutingError(
                 f"replay_routing: {self.layer.name}, call {self.done}: {own.shape[0]} tokens, and "
@@ -248,7 +250,7 @@ class _Player:
             index, gates = index.clone(), gates.clone()  # an inference tensor can't be saved for backward
         return logits_TE, gates.to(present.dtype) if self.recorded_gates else self.layer.gates(logits_TE, index), index
 
-    def _next(self) -> Choice:
+    def _next(self, training: bool) -> Choice:
         if _recomputing():
             if self.pending > 1 or not self.done:
                 raise RoutingError(
@@ -263,5 +265,5 @@ class _Player:
                 "recorded; replay the same forward passes in the same order"
             )
         self.done += 1
-        self.pending += 1
+        self.pending += training
         return self.calls[self.done - 1]

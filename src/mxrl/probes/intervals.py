@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 # Student's t, two-sided 95 %, by degrees of freedom (1 … 30); beyond, Cornish–Fisher from the normal's 1.96.
 _T95 = (
@@ -56,3 +59,26 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Mean:
     if len(a) != len(b):
         raise ValueError(f"paired values must be of the same things: {len(a)} and {len(b)} differ")
     return mean([x - y for x, y in zip(a, b, strict=True)])
+
+
+def jackknife(sums: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[Mean, list[float]]:
+    """figure(Σ of sums over prompts), its interval, and one value a prompt whose mean and spread those are.
+
+    sums: [m, columns]; figure: [..., columns] -> [...]. The values are m·f(all) − (m − 1)·f(all but one), shifted so
+    that their mean is f(all) itself, not the jackknife's correction of it.
+    """
+    total, m = sums.sum(0), len(sums)
+    whole = float(figure(total))
+    apart = (m - 1) * (whole - figure(total - sums)) if m > 1 else torch.zeros(1, dtype=torch.float64)
+    values = (whole + apart - apart.mean()).tolist()
+    return (mean(values) if all(map(math.isfinite, values)) else Mean(whole, math.nan, math.nan, m)), values
+
+
+def measure(
+    treatment: object, metric: str, found: Mean | None, unit: str, values: Sequence[float | None] | None = None
+) -> dict[str, Any]:
+    """A row of a probe's "measures"; None stands for what isn't known. values: the effects that the mean is of."""
+    value, low, high, n = found or (None, None, None, 0)
+    ends = {k: None if v is None or math.isnan(v) else v for k, v in (("value", value), ("low", low), ("high", high))}
+    row: dict[str, Any] = {"treatment": str(treatment), "metric": metric, **ends, "n": n, "unit": unit}
+    return row if values is None else row | {"values": list(values)}

@@ -11,5 +11,8 @@ folder.py     summary.json, tensors.jsonl and report.html of a folder; `mxrl rep
 analyze.py    `mxrl analyze`: open, scan, write; compare.py: what looks at two checkpoints, or at activations
 console.py    the columns as tables in the terminal; compare_console.py: those of compare.py
 
-demo.py       demo.json as a page; demo_console.py: its progress and table in the terminal
+phases.py     long work in phases whose results are kept; phases_console.py: their progress in the terminal
+demo.py       demo.json as a page; demo_console.py: its table in the terminal
+probe.py      `mxrl probe`: run, keep, write; probe_page.py: the page, with probe_NAME.py for every probe's own part;
+              probe_console.py: matrix and claims in the terminal
 """

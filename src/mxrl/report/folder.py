@@ -1,7 +1,8 @@
 """The three files of an analysis: summary.json, tensors.jsonl, and report.html, which is made of the other two alone.
 
     write(folder, summary, rows)   all three, with the answers added to the summary (answers.py)
-    rebuild(folder)                report.html once more, the same bytes: `mxrl report FOLDER`
+    rebuild(folder)                report.html once more, the same bytes
+    rebuild_all(folder)            that, and the page of a probe: `mxrl report FOLDER`
 
 `write` makes the page by `read`, from the files it has just written: so a rebuilt page can't differ.
 """
@@ -60,6 +61,15 @@ def rebuild(folder: Path) -> Path:
     return write_atomically(folder / PAGE, page)
 
 
+def rebuild_all(folder: Path) -> list[Path]:
+    """Make every page of a folder once more, an analysis's and a probe's; raises as `rebuild` of whichever it is."""
+    if not (folder / "probe.json").exists():
+        return [rebuild(folder)]
+    from mxrl.report.probe import rebuild as rebuild_probe  # loads torch and transformers
+
+    return [*([rebuild(folder)] if (folder / SUMMARY).exists() else []), rebuild_probe(folder)]
+
+
 def _version(summary: Mapping[str, Any]) -> str:
     versions = summary.get("versions")
     return str(versions.get("mxrl", "")) if isinstance(versions, dict) else ""
@@ -68,9 +78,12 @@ def _version(summary: Mapping[str, Any]) -> str:
 def _summary(folder: Path) -> dict[str, Any]:
     path = folder / SUMMARY
     if not folder.is_dir():
-        raise ReportError(f"{folder} is no folder; give one that `mxrl analyze` has written")
+        raise ReportError(f"{folder} is no folder; give one that `mxrl analyze` or `mxrl probe` has written")
     if not path.exists():
-        raise ReportError(f"{folder} has no {SUMMARY}; give a folder that `mxrl analyze` has written")
+        raise ReportError(
+            f"{folder} has neither {SUMMARY} nor probe.json; "
+            "give a folder that `mxrl analyze` or `mxrl probe` has written"
+        )
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as err:
