@@ -90,10 +90,9 @@ def device_name(device: torch.device) -> str:
 
 
 def origin(device: torch.device, seed: int, *packages: str) -> Row:
-    """Where rows come from. MXRL_COMMIT names the commit where the source travels without its history."""
+    """Where rows come from."""
     names = ("torch", "triton", "numba", "transformers", "torchao", "fouroversix", "nvidia-modelopt", *packages)
     where = provenance(device_name(device), *names)
-    where["commit"] = os.environ.get("MXRL_COMMIT") or where["commit"]  # a copied tree's history may be an older one
     return where | {"accelerator": device.type != "cpu", "threads": torch.get_num_threads(), "seed": seed}
 
 

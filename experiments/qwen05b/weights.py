@@ -69,6 +69,9 @@ def convert(source: Path, folder: Path) -> None:
     tokenizer.eos_token = "<|im_end|>"  # of a chat's turn; transformers takes the GGUF's other end for it
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     assert model.generation_config.eos_token_id == [151645, 151643]
+    model.hf_quantizer = None  # everything is dequantized; newer versions of transformers remember where it came from
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -152,7 +152,7 @@ def probe(
         typer.Option(help="As mxfp4@scale, mxfp4@-scale, mxfp4@~scale; several times, instead of the usual ones."),
     ] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="TASK", help="As gsm8k:FILE; shipped policies take chain by default.")
+        str | None, typer.Option("--task", metavar="TASK", help="As gsm8k:FILE; shipped policies take chain by default.")
     ] = None,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="How many, for every probe (default: each its own).")

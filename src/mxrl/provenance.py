@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -17,7 +18,12 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of mxrl's source, with `+dirty` for uncommitted changes; None when it runs from an installed copy."""
+    """The commit of mxrl's source, with `+dirty` for uncommitted changes; None when it runs from an installed copy.
+
+    MXRL_COMMIT names it where the source travels without its history, or with an older one.
+    """
+    if named := os.environ.get("MXRL_COMMIT"):
+        return named
     package = Path(__file__).resolve().parent
     root = package.parent.parent
     if not (root / ".git").exists() or (root / "src" / "mxrl") != package:

@@ -316,7 +316,7 @@ CLAIMS = (
           "the gap between rollout and training has its least at α = .5, with both ends higher",
           "", law("drift", "u_minimum")),
     Claim("fork-harm", "", "rollout", "fork",
-          "once a 4-bit rollout leaves the unquantized one, its answers are worse: the longer, the more of them",
+          "once a 4-bit rollout leaves the unquantized one, its answers are worse",
           "", changes("fork", "forked_accuracy_change", -1)),
     Claim("moe-redundancy", "", "routing", "routing",
           "the experts' errors cancel in part, so that an MoE suffers less than a dense model",
