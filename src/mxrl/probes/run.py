@@ -60,12 +60,12 @@ class Probe:
 PROBES = {
     probe.name: probe
     for probe in (
-        Probe("gradient", "gradients", 16, 5, 3, layers=2, backward=True),
-        Probe("temperature", "effective temperature", 16, 5, 2),
-        Probe("deadzone", "deadzone and rollouts", 64, 15, 7),
-        Probe("drift", "drift over α", 16, 60, 0, own=True),
-        Probe("fork", "forks of greedy answers", 64, 5, 3),
-        Probe("routing", "routing of experts", 16, 5, 1, moe=True),
+        Probe("gradient", "gradients", 16, 5, 2.7, layers=2, backward=True),
+        Probe("temperature", "effective temperature", 16, 4, 2),
+        Probe("deadzone", "deadzone and rollouts", 32, 8, 2.5),
+        Probe("drift", "drift over α", 8, 40, 0, own=True),
+        Probe("fork", "forks of greedy answers", 64, 4, 2),
+        Probe("routing", "routing of experts", 16, 2, 0.6, moe=True),
     )
 }  # fmt: skip
 
