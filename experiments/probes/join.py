@@ -28,7 +28,7 @@ def join(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
             if data[key] != first[key]:
                 raise ValueError(f"{name} and {first_name} differ in {key}: {data[key]} and {first[key]}")
     results = {p: d["results"][p] for p in PROBES for d in found.values() if p in d["results"]}
-    missing = {p: "it isn't among the results that were joined" for p in PROBES if p not in results}
+    missing = {p: f"{p} isn't among the results that were joined" for p in PROBES if p not in results}
     return first | {
         "results": results,
         "skipped": missing | {k: v for d in found.values() for k, v in d["skipped"].items()},

@@ -51,8 +51,15 @@ def form_of(metric: str) -> Callable[[float | None], str]:
     """How a metric's effects are written: points of accuracy, percent of tokens, or a plain number."""
     if metric.endswith("accuracy_change"):
         return points
-    form = percent if metric == "topk_flip" else plain
+    form = percent if metric == "topk_flip" else _digits
     return lambda value: form(value).replace("-", "−")
+
+
+def _digits(value: float | None) -> str:
+    """Three significant digits, and no more than four places: an interval's ends say how many count."""
+    if value is None:
+        return "–"
+    return f"{value:.4f}" if 0 < abs(value) < 0.1 else f"{value:#.3g}".removesuffix(".")
 
 
 def unit_of(metric: str) -> str:
@@ -126,9 +133,10 @@ def _matrix(page: Page, data: Data) -> None:
         "leaving it out takes more than that away; both intervals must say so."
     )
     page.table(
-        ["", *(f"{c['name']}: {c['says']}{in_unit(c['metric'])}" for c in columns)],
+        ["", *(c["name"] for c in columns)],
         [[row_name(table, row), *(_short_cell(cell_of(table, row, c["name"])) for c in columns)]
          for row in table["rows"]],
+        caption="; ".join(f"{c['name']}: {c['says']}{in_unit(c['metric'])}" for c in columns) + ".",
     )  # fmt: skip
     _shares(page, table)
     for column in columns:
@@ -199,7 +207,7 @@ def _nan(value: float | None) -> float:
 def _column(page: Page, data: Data, column: Data) -> None:
     """One failure: every row with what decided it, and the paper's claim beside it."""
     table, metric = data["matrix"], column["metric"]
-    rows = []
+    rows, claimed = [], []
     for row in table["rows"]:
         cell = cell_of(table, row, column["name"])
         if cell is None:
@@ -208,16 +216,18 @@ def _column(page: Page, data: Data, column: Data) -> None:
         rows.append([
             row_name(table, row), interval(cell["effect"], metric), percent(cell.get("share")),
             interval(moved, metric), interval(cell.get("structure"), metric), cell["verdict"],
-            _claimed(data, cell, column["name"]),
         ])  # fmt: skip
+        claimed += [[row_name(table, row), *told] for told in _claimed(data, cell, column["name"])]
     page.table(
-        ["", "effect alone", "share of the whole", "less without it", "more than noise", "verdict", "the paper"],
+        ["", "effect alone", "share of the whole", "less without it", "more than noise", "verdict"],
         rows,
         caption=f"{column['name'].capitalize()}: {column['says']}{in_unit(metric)} [95 %]. Less without it: the whole "
         f"recipe's effect minus that with the component left out; of a correction, the plain recipe's minus its own. "
         f"More than noise: alone minus Gaussian noise of the same energy. {_paired(table, column['name'])}",
-        text_columns=(5, 6),
+        text_columns=(5,),
     )
+    if claimed:
+        page.table(["", "this model", "the paper says"], claimed, text_columns=(1, 2))
 
 
 def _paired(table: Data, column: str) -> str:
@@ -230,11 +240,11 @@ def _paired(table: Data, column: str) -> str:
     return "Differences whose values were not kept by prompt take the two intervals as independent."
 
 
-def _claimed(data: Data, cell: Cell, column: str) -> str:
-    """The paper's claims of this cell, each with its verdict."""
+def _claimed(data: Data, cell: Cell, column: str) -> list[list[str]]:
+    """The paper's claims of this cell: verdict and claim of each."""
     component = cell["recipe"].removeprefix(data["matrix"]["base"]) if "recipe" in cell else cell["row"]
     found = [c for c in data["claims"] if c["failure"] == column and c["component"] == component]
-    return "; ".join(f"{c['says']}: {c['verdict']}" for c in found) or "–"
+    return [[c["verdict"], c["says"]] for c in found]
 
 
 def _claims(page: Page, data: Data) -> None:
@@ -247,13 +257,13 @@ def _claims(page: Page, data: Data) -> None:
         "and 30 billion parameters."
     )
     page.table(
-        ["verdict", "claim", "about", "number [95 %]", "decided by", "detail"],
+        ["verdict", "about", "number [95 %]", "claim; what decides it; detail"],
         [
-            [c["verdict"], c["says"], " × ".join(filter(None, (c["component"], c["failure"]))) or "–",
-             interval(c, c["metric"]), c["test"], c["detail"] or "–"]
+            [c["verdict"], " × ".join(filter(None, (c["component"], c["failure"]))) or "–", interval(c, c["metric"]),
+             "; ".join(filter(None, (c["says"], c["test"], c["detail"])))]
             for c in sorted(data["claims"], key=lambda c: VERDICTS.index(c["verdict"]))
         ],
-        text_columns=(1, 2, 4, 5),
+        text_columns=(1, 3),
         caption=f"{BORNE_OUT}: the whole interval agrees; {CONTRADICTED}: the whole interval disagrees; undecided: it "
         f"straddles what decides; {NOT_MEASURED}: no probe here measures it. Accuracies in percentage points.",
     )  # fmt: skip
