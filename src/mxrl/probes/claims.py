@@ -96,14 +96,7 @@ def causes(component: str, column: str) -> Test:
 
     def decide(evidence: Evidence) -> Finding:
         cell = component_cell(evidence.effects, component, failure(column))
-        told = [cell["says"]["alone"], cell["says"]["removed"]]
-        verdict = (
-            NOT_MEASURED if None in told
-            else CONTRADICTED if NO in told
-            else BORNE_OUT if told == [YES, YES]
-            else UNDECIDED
-        )  # fmt: skip
-        return Finding(verdict, _removed(evidence, component, column), _detail(cell))
+        return Finding(_both(cell, YES), _removed(evidence, component, column), _detail(cell))
 
     return Test(
         "alone it has an effect, and leaving it out takes some of the effect away", failure(column).metric, decide
@@ -115,19 +108,22 @@ def no_part(component: str, column: str) -> Test:
 
     def decide(evidence: Evidence) -> Finding:
         cell = component_cell(evidence.effects, component, failure(column))
-        told = [cell["says"]["alone"], cell["says"]["removed"]]
-        verdict = (
-            NOT_MEASURED if None in told
-            else CONTRADICTED if YES in told
-            else BORNE_OUT if told == [NO, NO]
-            else UNDECIDED
-        )  # fmt: skip
-        return Finding(verdict, evidence.effects.of(failure(column), f"@{component}"), _detail(cell))
+        return Finding(_both(cell, NO), evidence.effects.of(failure(column), f"@{component}"), _detail(cell))
 
     return Test(
         "alone it has less than a tenth of the whole effect, and leaving it out takes less than that",
         failure(column).metric, decide,
     )  # fmt: skip
+
+
+def _both(cell: Mapping[str, Any], wanted: str) -> str:
+    """The verdict on a claim that a component says `wanted` (YES or NO) both alone and left out."""
+    told = {cell["says"]["alone"], cell["says"]["removed"]}
+    if None in told:
+        return NOT_MEASURED
+    if told == {wanted}:
+        return BORNE_OUT
+    return UNDECIDED if told <= {wanted, UNDECIDED} else CONTRADICTED
 
 
 def dominates(component: str, column: str) -> Test:
