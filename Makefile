@@ -32,10 +32,12 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt
 	$(PIP) --editable '.[train]'
 	touch $@
 
-# fouroversix needs torch at build time, outside build isolation, so it can't stand in an extra.
+# fouroversix needs torch at build time, outside build isolation, so it can't stand in an extra; megatron-core's layers
+# need nothing of what it asks for.
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev]'
 	SKIP_CUDA_BUILD=1 $(PIP) --no-build-isolation --no-cache-dir fouroversix==1.0.5
+	$(PIP) --no-deps megatron-core==0.16.1
 	touch $@
 
 # GPTQModel packs and unpacks GPTQ and AWQ for the tests. In a folder of its own: peft refuses to be imported beside it.

@@ -43,7 +43,6 @@ from mxrl.integrations.trl_contract import check_version
 from mxrl.integrations.trl_rollout import (
     EpochRepeatSampler,
     QuantizedRollout,
-    derived_seed,
     in_compute_dtype,
     real_positions,
     seeded,
@@ -60,6 +59,7 @@ from mxrl.rl.policy import resolve_model
 from mxrl.rl.rewards import text_of
 from mxrl.rl.rollout import (
     decode_gap,
+    derived_seed,
     takes_positions,
     without_cudnn_attention,
 )

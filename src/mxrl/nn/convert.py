@@ -26,8 +26,8 @@ from mxrl.nn.linear import QuantizedLinear
 from mxrl.nn.operands import Operands
 from mxrl.recipes import Recipe
 
-_HEADS = {"lm_head", "score", "classifier", "v_head", "value_head", "embed_out", "qa_outputs"}
-_ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
+HEADS = {"lm_head", "score", "classifier", "v_head", "value_head", "embed_out", "qa_outputs"}
+ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
 _ROUTER_CLASS = re.compile(r"router|topk|gating", re.IGNORECASE)
 
 
@@ -152,7 +152,7 @@ def _plan(model: nn.Module, patterns: tuple[str, ...]) -> tuple[list[tuple[str, 
         name = canonical_name(path)
         reason = _reason(path, module, ancestors, heads, embeddings)
         if reason is None or reason.startswith("unknown experts"):
-            matched = [p for p in patterns if _matches(p, name) or _matches(p, path)]
+            matched = [p for p in patterns if matches(p, name) or matches(p, path)]
             unused.difference_update(matched)
             if matched:
                 skipped.append(module)
@@ -180,7 +180,7 @@ def _plan(model: nn.Module, patterns: tuple[str, ...]) -> tuple[list[tuple[str, 
     return plan, left, skipped
 
 
-def _matches(pattern: str, path: str) -> bool:
+def matches(pattern: str, path: str) -> bool:
     """Whether the pattern matches a module's path, or that of a module which holds it."""
     parts = path.split(".")
     return any(fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
@@ -210,13 +210,13 @@ def _reason(
     own = dict(module.named_parameters(recurse=False))
     if isinstance(module, nn.Embedding):
         return "embedding"
-    if id(module) in heads or (last in _HEADS and isinstance(module, nn.Linear)):
+    if id(module) in heads or (last in HEADS and isinstance(module, nn.Linear)):
         return "output head"
     for n, owner in enumerate(above):
         if parts[n + 1] in getattr(owner, "adapter_layer_names", ()):
             return "adapter"
     if any(_ROUTER_CLASS.search(type(m).__name__) for m in (*above[-2:], module)) or (
-        last in _ROUTER_NAMES and isinstance(module, nn.Linear)
+        last in ROUTER_NAMES and isinstance(module, nn.Linear)
     ):
         return "router"
     if isinstance(module, nn.Linear):

@@ -244,7 +244,7 @@ def holding(
             todo = [(source, layer, attribute) for source, layer in pairs for attribute in source.weights]
             masters = whole(source.parameter(attribute) for source, _, attribute in todo)
             for (source, layer, attribute), master in zip(todo, masters, strict=True):
-                weight = _quantized(source, attribute, master, None if on_norms(noise) else noise, dtype, report)
+                weight = quantized_weight(source, attribute, master, None if on_norms(noise) else noise, dtype, report)
                 layer.hold(attribute, weight)
                 held.append((layer, attribute, weight))
         yield held
@@ -261,7 +261,7 @@ def _count_versions(optimizer: Any, args: Any, kwargs: Any) -> None:
     torch.autograd.graph.increment_version([p for group in optimizer.param_groups for p in group["params"]])
 
 
-def _quantized(
+def quantized_weight(
     layer: QuantizedLayer,
     attribute: str,
     master: Tensor,

@@ -16,6 +16,7 @@ distribution that the training pass never computes, and the ratio of the two is 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,12 @@ def refuse_biased_sampling(settings: Mapping[str, Any], source: str = "sampling"
                 f"{source}: {name}={value} draws from another distribution than the one training scores, so the "
                 f"importance ratio would be biased; leave it at {neutral[-1]} and use temperature instead"
             )
+
+
+def derived_seed(*parts: object) -> int:
+    """63 bits from any values, the same in every process and run."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
