@@ -152,7 +152,8 @@ def probe(
         typer.Option(help="As mxfp4@scale, mxfp4@-scale, mxfp4@~scale; several times, instead of the usual ones."),
     ] = None,
     task: Annotated[
-        str | None, typer.Option("--task", metavar="TASK", help="As gsm8k:FILE; shipped policies take chain by default.")
+        str | None,
+        typer.Option("--task", metavar="TASK", help="As gsm8k:FILE; shipped policies take chain by default."),
     ] = None,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="How many, for every probe (default: each its own).")
@@ -210,13 +211,25 @@ def probe(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `mxrl analyze` or `mxrl probe` has written.")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER", help="Runs, or a folder of runs; or an analysis, or a probe.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for a comparison of runs (default report-runs).")
+    ] = None,
 ) -> None:
-    """Make a folder's pages once more: report.html from an analysis's files, probe.html from probe.json."""
-    from mxrl.report.folder import rebuild_all
+    """Compare runs of `mxrl train`: tables, curves, intervals over seeds. Or make an analysis's pages once more."""
+    from mxrl.report.runs_files import CallError
+    from mxrl.report.runs_files import report as run
 
-    for page in rebuild_all(folder):
-        print(f"written: {page}")
+    try:
+        said, warnings = run(folders, out)
+    except CallError as err:
+        raise Stopped(str(err), 2) from None
+    for line in warnings:
+        print(f"mxrl: {line}", file=sys.stderr)
+    for line in said:
+        print(line)
 
 
 def _which(other: str | None, against: str | None, activations: str | None) -> tuple[str, str]:

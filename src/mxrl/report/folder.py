@@ -82,7 +82,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise ReportError(
             f"{folder} has neither {SUMMARY} nor probe.json; "
-            "give a folder that `mxrl analyze` or `mxrl probe` has written"
+            "give a folder that `mxrl analyze` or `mxrl probe` has written, or runs of `mxrl train`"
         )
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
