@@ -12,6 +12,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """verl's runs take minutes one after the other: first, so that the other workers have all the rest meanwhile."""
+    items.sort(key=lambda item: item.path.name not in ("test_verl_run.py", "test_verl_engine.py"))
+
+
 @pytest.fixture
 def quantized_shapes(monkeypatch):
     """The shapes of every operand that is quantized from here on."""

@@ -24,25 +24,20 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 import mxrl
+from mxrl.integrations.verl.annealing import Annealing
 from mxrl.integrations.verl.config import VENDOR, VerlConfig
 from mxrl.integrations.verl.export import Export, ExportError, ExportPlan
-from mxrl.nn import aqn_noise
-from mxrl.nn.weights import Noise
 
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"], vendor=VENDOR)
-class QuantizedFSDPEngine(FSDPEngineWithLMHead):
+class QuantizedFSDPEngine(Annealing, FSDPEngineWithLMHead):
     """FSDPEngineWithLMHead whose model computes as the run's recipe says."""
 
     # verl's attributes, whose types are lost in its registry's decorator
     rank: int
     engine_config: Any
-    optimizer_config: Any
     lr_scheduler: Any
     _autocast_dtype: Any
-
-    plan: ExportPlan | None = None  # None: this engine's model is not converted
-    exported: Export | None = None  # the last synchronization's
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.ours = VerlConfig.from_environment()
@@ -76,18 +71,9 @@ class QuantizedFSDPEngine(FSDPEngineWithLMHead):
         )
 
     @property
-    def total_rollouts(self) -> int:
-        """T of AQN's schedule."""
-        return max(1, self.ours.total_rollouts or self.optimizer_config.total_training_steps)
-
-    @property
     def rollout(self) -> int:
         """t of AQN's schedule: the actor's updates so far."""
         return self.lr_scheduler.last_epoch
-
-    def noise(self) -> Noise | None:
-        total = self.total_rollouts
-        return aqn_noise(self.ours.parsed, self.ours.seed, min(self.rollout, total - 1), total)
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
@@ -102,16 +88,8 @@ class QuantizedFSDPEngine(FSDPEngineWithLMHead):
         self.exported = Export(weights, self.plan, self.noise(), self._autocast_dtype)
         return self.exported, adapter
 
-    def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
-        raise ExportError("checkpoint_engine.backend=delta_sharded sends master weights; use naive or nccl")
-
     def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """verl's, with AQN's figures of the rollout that the batch came from."""
-        output = super().train_batch(data, loss_function)
-        if self.exported is not None and self.exported.report.layers:
-            output["metrics"]["aqn/sigma"] = [float(self.exported.report.sigma or 0.0)]
-            output["metrics"]["aqn/effective_sigma"] = [self.exported.report.effective_sigma]
-        return output
+        return self.with_noise_metrics(super().train_batch(data, loss_function))
 
 
 # verl registers its own for cuda and npu only: the critic, on a CPU

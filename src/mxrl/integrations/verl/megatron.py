@@ -25,26 +25,21 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 import mxrl
 from mxrl.integrations.megatron import MegatronReport, convert_megatron
+from mxrl.integrations.verl.annealing import Annealing
 from mxrl.integrations.verl.config import VENDOR, VerlConfig
 from mxrl.integrations.verl.export import Export, ExportError, ExportPlan, check_same
-from mxrl.nn import aqn_noise
-from mxrl.nn.weights import Noise
 
 
 @EngineRegistry.register("language_model", "megatron", vendor=VENDOR)
-class QuantizedMegatronEngine(MegatronEngineWithLMHead):
+class QuantizedMegatronEngine(Annealing, MegatronEngineWithLMHead):
     """MegatronEngineWithLMHead whose model computes as the run's recipe says."""
 
     # verl's attributes, whose types are lost in its registry's decorator
     engine_config: Any
-    optimizer_config: Any
     model_config: Any
     lr_scheduler: Any
     provider: Any
     param_dtype: Any
-
-    plan: ExportPlan | None = None  # None: this engine's model is not converted
-    exported: Export | None = None  # the last synchronization's
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.ours = VerlConfig.from_environment()
@@ -77,18 +72,9 @@ class QuantizedMegatronEngine(MegatronEngineWithLMHead):
         return chunks
 
     @property
-    def total_rollouts(self) -> int:
-        """T of AQN's schedule."""
-        return max(1, self.ours.total_rollouts or self.optimizer_config.total_training_steps)
-
-    @property
     def rollout(self) -> int:
         """t of AQN's schedule: the actor's updates so far."""
         return self.lr_scheduler.num_steps
-
-    def noise(self) -> Noise | None:
-        total = self.total_rollouts
-        return aqn_noise(self.ours.parsed, self.ours.seed, min(self.rollout, total - 1), total)
 
     def get_per_tensor_param(self, base_sync_done: bool = False, **kwargs: Any) -> tuple[Any, Any]:
         theirs: Any = super()
@@ -98,16 +84,9 @@ class QuantizedMegatronEngine(MegatronEngineWithLMHead):
         self.exported = Export(weights, self.plan, self.noise(), self.param_dtype)
         return self.exported, adapter
 
-    def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
-        raise ExportError("checkpoint_engine.backend=delta_sharded sends master weights; use naive or nccl")
-
     def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """verl's, with AQN's figures of the rollout that the batch came from."""
         output = super().train_batch(data, loss_function)
-        if self.exported is not None and self.exported.report.layers and self.is_mp_src_rank_with_outputs():
-            output["metrics"]["aqn/sigma"] = [float(self.exported.report.sigma or 0.0)]
-            output["metrics"]["aqn/effective_sigma"] = [self.exported.report.effective_sigma]
-        return output
+        return self.with_noise_metrics(output) if self.is_mp_src_rank_with_outputs() else output
 
 
 def export_plan(hf_config: Any, ours: VerlConfig) -> ExportPlan:

@@ -1,0 +1,46 @@
+"""What every engine of ours has for its rollouts: AQN's noise by the count of updates, and what it did, logged.
+
+An engine says what `rollout` is: the actor's updates so far. It sets `exported` at each synchronization.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mxrl.integrations.verl.config import VerlConfig
+from mxrl.integrations.verl.export import Export, ExportError, ExportPlan
+from mxrl.nn import aqn_noise
+from mxrl.nn.weights import Noise
+
+
+class Annealing:
+    """Comes before verl's engine among the bases."""
+
+    ours: VerlConfig
+    optimizer_config: Any
+    plan: ExportPlan | None = None  # None: this engine's model is not converted
+    exported: Export | None = None  # the last synchronization's
+
+    @property
+    def rollout(self) -> int:
+        """t of AQN's schedule: the actor's updates so far."""
+        raise NotImplementedError
+
+    @property
+    def total_rollouts(self) -> int:
+        """T of AQN's schedule."""
+        return max(1, self.ours.total_rollouts or self.optimizer_config.total_training_steps)
+
+    def noise(self) -> Noise | None:
+        total = self.total_rollouts
+        return aqn_noise(self.ours.parsed, self.ours.seed, min(self.rollout, total - 1), total)
+
+    def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
+        raise ExportError("checkpoint_engine.backend=delta_sharded sends master weights; use naive or nccl")
+
+    def with_noise_metrics(self, output: Any) -> Any:
+        """verl's output of a batch, with AQN's figures of the rollout that the batch came from."""
+        if self.exported is not None and self.exported.report.layers:
+            output["metrics"]["aqn/sigma"] = [float(self.exported.report.sigma or 0.0)]
+            output["metrics"]["aqn/effective_sigma"] = [self.exported.report.effective_sigma]
+        return output
