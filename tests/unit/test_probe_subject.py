@@ -81,6 +81,11 @@ def test_bad_calls_in_one_line(folder: Path, task: str, options: dict, error: ty
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"^model '/nowhere': no such folder$"):
+        open_subject("/nowhere", "chain", prompts=2, device="cpu")
+
+
 def test_first_module_with_a_nan_is_named(folder: Path) -> None:
     subject = opened(folder)
     check_finite(subject)

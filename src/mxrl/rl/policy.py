@@ -138,6 +138,8 @@ def load_model(name: str, *, dtype: torch.dtype | str = "auto") -> tuple[Any, An
     disable_progress_bar()
     if not Path(where).is_dir() and Path(where).exists():
         raise ValueError(f"'{name}' is a file; to run a model, give a Hugging Face folder with its config")
+    if where.startswith(("/", "./", "../", "~")) and not Path(where).exists():
+        raise ValueError(f"model '{name}': no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, padding_side="left")
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
