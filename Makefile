@@ -20,7 +20,7 @@ types:
 	$(BIN)/pyright
 
 check:
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 # torch's pin goes in first: a plain `torch`, pulled by another package, would bring gigabytes of CUDA.
 $(VENV)/.torch:
