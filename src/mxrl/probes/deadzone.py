@@ -24,8 +24,8 @@ from typing import Any
 
 from mxrl.nn import rollout_weights
 from mxrl.probes import deadzone_weights as weights
-from mxrl.probes.intervals import Mean, mean, measure, paired
-from mxrl.probes.subject import ProbeError, Subject
+from mxrl.probes.intervals import Mean, comparison, mean, measure, paired
+from mxrl.probes.subject import ProbeError, Subject, to_decode
 from mxrl.probes.survival import accuracy
 from mxrl.probes.treatments import BASELINE, Treatment, treated
 from mxrl.probes.treatments import treatments as usual
@@ -75,8 +75,8 @@ def deadzone(
     Returns the probe's JSON-able result: changes against the unquantized policy, intervals over problems (of zeros and
     ranks over layers). Raises ProbeError for no treatment, one of the backward pass, or settings out of range.
     """
-    chosen = [t for t in dict.fromkeys(map(Treatment.parse, treatments)) if str(t) != BASELINE]
-    _check(subject, chosen, samples, temperature, matrices)
+    chosen = to_decode(subject, "deadzone", treatments)
+    _check(samples, temperature, matrices)
     places = weights.chosen_places(subject, matrices)
     before = weights.as_stored(places)
     zones = {recipe: weights.in_deadzone(places, recipe) for recipe in {t.recipe.operand: None for t in chosen}}
@@ -110,22 +110,13 @@ def deadzone(
     }
 
 
-def _check(
-    subject: Subject, chosen: Sequence[Treatment], samples: int, temperature: float, matrices: int | None
-) -> None:
-    if not chosen:
-        raise ProbeError(f"deadzone: no treatment to compare with {BASELINE}; give one, as mxfp4@deadzone")
-    for treatment in chosen:
-        if treatment.passes == "backward":
-            raise ProbeError(f"deadzone: '{treatment}' changes the backward pass alone, and decoding has none")
+def _check(samples: int, temperature: float, matrices: int | None) -> None:
     if samples < 2:
         raise ProbeError(f"deadzone: samples={samples}; a group of different answers takes at least 2")
     if not temperature > 0:
         raise ProbeError(f"deadzone: temperature={temperature} must be positive; greedy answers are decoded anyway")
     if matrices is not None and matrices < 1:
         raise ProbeError(f"deadzone: matrices={matrices} must be at least 1, or None for all")
-    if not subject.problems:
-        raise ProbeError("deadzone: no prompts to decode")
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -225,23 +216,6 @@ def _curves(chosen: Sequence[Treatment], rows: dict[Treatment, list[dict[str, An
 # --- against theory --------------------------------------------------------------------------------------------------
 
 
-def _theory(name: str, treatment: Treatment, predicted: float, found: Mean, source: str, note: str) -> dict[str, Any]:
-    """A row: within is None where the interval isn't known."""
-    row = measure(treatment, name, found, "")
-    known = row["low"] is not None and row["high"] is not None
-    return {
-        "name": name,
-        "treatment": str(treatment),
-        "predicted": predicted,
-        "measured": row["value"],
-        "low": row["low"],
-        "high": row["high"],
-        "source": source,
-        "within": found.low <= predicted <= found.high if known else None,
-        "note": note,
-    }
-
-
 def _zeros_theory(chosen: Sequence[Treatment], rows: dict[Treatment, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The deadzone's share of the weights against that of Gaussian ones, once a format."""
     first: dict[str, Treatment] = {}
@@ -252,7 +226,7 @@ def _zeros_theory(chosen: Sequence[Treatment], rows: dict[Treatment, list[dict[s
         form = treatment.recipe.format
         assert form is not None  # it quantizes
         found, _ = _over_layers(rows[treatment], "deadzone", "elements")
-        out.append(_theory(
+        out.append(comparison(
             "deadzone_share", treatment, weights.gaussian_share(form), found, "ours",
             "share of the weights in the deadzone, predicted for Gaussian ones; more: heavier tails",
         ))  # fmt: skip
@@ -267,7 +241,7 @@ def _rank_theory(rows: dict[Treatment, list[dict[str, Any]]]) -> list[dict[str, 
             lost, _ = _over_layers(found, "stable_rank_lost")
             energy, _ = _over_layers(found, "deadzone_energy")
             predicted = weights.stable_rank_lost(energy.value)
-            out.append(_theory(
+            out.append(comparison(
                 "stable_rank_lost", treatment, predicted, lost, "ours",
                 f"1 − 1/(1 − ε), ε = {energy.value:.3g} of ‖W‖² lying in the deadzone, if ‖W‖₂ shrinks by 1 − ε as "
                 "Gaussian weights make it; would ‖W‖₂ stay, +ε",
@@ -284,7 +258,7 @@ def _structure(chosen: Sequence[Treatment], answers: dict[str, Answers]) -> list
             continue
         for field in ("greedy", "sampled"):
             found = paired(getattr(answers[str(treatment)], field), getattr(answers[str(control)], field))
-            out.append(_theory(
+            out.append(comparison(
                 f"deadzone_beyond_noise_{field}", treatment, 0.0, found, f"{PAPER} has it below 0",
                 f"accuracy under {treatment} minus under {control}; 0: the zeros do no more than noise of their energy",
             ))  # fmt: skip

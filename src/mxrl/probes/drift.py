@@ -43,7 +43,7 @@ from torch import Tensor
 from mxrl.corrections import noise_key
 from mxrl.nn import AqnNoise, master_matrices, rollout_weights
 from mxrl.probes.drift_shape import claims, over, shape
-from mxrl.probes.intervals import Mean, mean, measure
+from mxrl.probes.intervals import band, mean, measure
 from mxrl.probes.subject import ProbeError, Subject
 from mxrl.probes.treatments import BASELINE, Treatment, treated
 from mxrl.recipes import DEFAULT_SIGMA, Recipe
@@ -351,8 +351,8 @@ def _series(
         relative: dict[str, Any] = {}
         for source in by_alpha[alphas[0]]:
             values = [[s.gap.mean_abs for s in by_alpha[alpha][source]] for alpha in alphas]
-            absolute[source] = _band([mean(v) for v in values])
-            relative[source] = _band([over(v, values[0]) for v in values])
+            absolute[source] = band([mean(v) for v in values])
+            relative[source] = band([over(v, values[0]) for v in values])
             found = shape(alphas, values)
             shapes.append({"base": str(family), "source": source, **found})
             if family == Treatment(Recipe()):  # OF alone, which the claim is of
@@ -360,12 +360,6 @@ def _series(
         curves.append({"name": f"{family}: gap over α", "x": alphas, "series": absolute})
         curves.append({"name": f"{family}: gap over α, relative to the first", "x": alphas, "series": relative})
     return curves, shapes, theory
-
-
-def _band(points: Sequence[Mean]) -> dict[str, list[float | None]]:
-    """Three columns for a plot, None where there is no number."""
-    columns = {"mean": [p.value for p in points], "low": [p.low for p in points], "high": [p.high for p in points]}
-    return {name: [None if v != v else v for v in column] for name, column in columns.items()}
 
 
 def _notes(subject: Subject, probe: _Drift, shapes: Sequence[dict[str, Any]]) -> list[str]:

@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from mxrl.probes.intervals import Mean, mean, paired
+from mxrl.probes.intervals import Mean, finite, mean, paired
 
 CLAIM = "arXiv 2605.20402, drift against α"
 CLAIMED_MINIMUM, CLAIMED_RATIO = 0.5, (1.5, 2.0)
@@ -66,11 +66,11 @@ def shape(alphas: Sequence[float], values: Sequence[Sequence[float]]) -> dict[st
         "monotone": monotone,
         "verdict": "U" if u else verdict,
         "ends_over_minimum": [
-            {"alpha": alphas[end], "ratio": _known(r.value), "low": _known(r.low), "high": _known(r.high)}
+            {"alpha": alphas[end], "ratio": finite(r.value), "low": finite(r.low), "high": finite(r.high)}
             for end, r in zip(ends, ratios, strict=True)
         ],
         "differences": [
-            {"alpha": alphas[end], "value": d.value, "low": _known(d.low), "high": _known(d.high), "n": d.n}
+            {"alpha": alphas[end], "value": d.value, "low": finite(d.low), "high": finite(d.high), "n": d.n}
             for end, d in zip(ends, differences, strict=True)
         ],
     }
@@ -115,16 +115,11 @@ def claims(
                 **about,
                 "name": f"u_end_{alphas[end]:g}{of}",
                 "predicted": (low + high) / 2,
-                "measured": _known(ratio.value),
-                "low": _known(ratio.low),
-                "high": _known(ratio.high),
+                "measured": finite(ratio.value),
+                "low": finite(ratio.low),
+                "high": finite(ratio.high),
                 "within": None if not known or (meets and not ratio.excludes(1.0)) else meets,
                 "note": f"{source}: the gap at α = {alphas[end]:g} over that at .5; the claim is {low:g} to {high:g}",
             }
         )
     return rows
-
-
-def _known(value: float) -> float | None:
-    """None for NaN, as JSON has it."""
-    return None if math.isnan(value) else value

@@ -30,8 +30,8 @@ from statistics import fmean
 from typing import Any
 
 from mxrl.nn import rollout_weights
-from mxrl.probes.intervals import Mean, mean, measure, paired
-from mxrl.probes.subject import ProbeError, Subject
+from mxrl.probes.intervals import Mean, band, comparison, mean, measure, paired
+from mxrl.probes.subject import ProbeError, Subject, to_decode
 from mxrl.probes.survival import Survival, accuracy, first_half, hazard, hazard_effects, kaplan_meier, share
 from mxrl.probes.treatments import BASELINE, Treatment, treated
 from mxrl.probes.treatments import treatments as usual
@@ -106,8 +106,9 @@ def fork(
     Returns the probe's JSON-able result; the treatment `bf16` in it is the control. Intervals over problems.
     Raises ProbeError for no treatment, one of the backward pass, or settings below 1; NonFiniteError from the logits.
     """
-    chosen = [t for t in dict.fromkeys(map(Treatment.parse, treatments)) if str(t) != BASELINE]
-    _check(subject, chosen, bins, horizons)
+    chosen = to_decode(subject, "fork", treatments)
+    if bins < 1 or not horizons or min(horizons) < 1:
+        raise ProbeError(f"fork: bins={bins} and horizons={list(horizons)} must be at least 1")
     written = _written(subject)
     found = [Forks(BASELINE, *_against(subject, written, _in_other_company(subject)))]
     for i, treatment in enumerate(chosen):
@@ -137,18 +138,6 @@ def fork(
         "curves": [_survival(curves), *_by_length(found, written, bins)],
         "notes": _notes(subject, found, written),
     }
-
-
-def _check(subject: Subject, chosen: Sequence[Treatment], bins: int, horizons: Sequence[int]) -> None:
-    if not chosen:
-        raise ProbeError(f"fork: no treatment to compare with {BASELINE}; give one, as mxfp4")
-    for treatment in chosen:
-        if treatment.passes == "backward":
-            raise ProbeError(f"fork: '{treatment}' changes the backward pass alone, and decoding has none")
-    if bins < 1 or not horizons or min(horizons) < 1:
-        raise ProbeError(f"fork: bins={bins} and horizons={list(horizons)} must be at least 1")
-    if not subject.problems:
-        raise ProbeError("fork: no prompts to decode")
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
@@ -268,17 +257,10 @@ def _constant(found: Sequence[Forks]) -> list[dict[str, Any]]:
         if halves is None:
             continue
         predicted, early = halves
-        rows.append({
-            "name": "constant_hazard",
-            "treatment": f.treatment,
-            "predicted": predicted,
-            "measured": early.value,
-            "low": early.low,
-            "high": early.high,
-            "source": "ours",
-            "within": early.low <= predicted <= early.high,
-            "note": f"share of {early.n} forks in the first half of the tokens watched; fewer there: the hazard grows",
-        })  # fmt: skip
+        rows.append(comparison(
+            "constant_hazard", f.treatment, predicted, early, "ours",
+            f"share of {early.n} forks in the first half of the tokens watched; fewer there: the hazard grows",
+        ))  # fmt: skip
     return rows
 
 
@@ -336,17 +318,12 @@ def _by_length(found: Sequence[Forks], written: Written, bins: int) -> list[dict
         assert f.scores is not None
         shares = [share(sum(f.forked[i] for i in group), len(group)) for group in groups]
         changes = [paired([f.scores[i] for i in g], [written.scores[i] for i in g]) for g in groups]
-        forked[f.treatment], changed[f.treatment] = _columns(shares), _columns(changes)
+        forked[f.treatment], changed[f.treatment] = band(shares), band(changes)
     sizes = {"answers": [len(group) for group in groups]}
     return [
         {"name": "fork_share_by_length", "x": at, "series": forked} | sizes,
         {"name": "accuracy_change_by_length", "x": at, "series": changed} | sizes,
     ]
-
-
-def _columns(found: Sequence[Mean]) -> dict[str, list[float | None]]:
-    columns = {"mean": [m.value for m in found], "low": [m.low for m in found], "high": [m.high for m in found]}
-    return {name: [None if math.isnan(v) else v for v in values] for name, values in columns.items()}
 
 
 def _notes(subject: Subject, found: Sequence[Forks], written: Written) -> list[str]:

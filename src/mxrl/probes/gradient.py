@@ -33,7 +33,7 @@ from mxrl.kinds import kind_of
 from mxrl.nn import canonical_name, quantized_layers, shared_weights
 from mxrl.probes.gradient_pass import LOSSES, Comparison, compare, prompt_groups, run_pass
 from mxrl.probes.gradient_theory import ScaleSums, scale_recipes, scale_sums
-from mxrl.probes.intervals import Mean, mean, measure
+from mxrl.probes.intervals import Mean, band, comparison, finite, mean, measure
 from mxrl.probes.subject import ProbeError, Subject, blocks
 from mxrl.probes.treatments import Treatment, treated, treatments
 
@@ -157,7 +157,7 @@ def _measures(subject: Subject, treatment: Treatment, comparisons: Sequence[Comp
         "stream_log2_ratio": ("log2", [c.stream[-1] for c in comparisons]),
         "stream_error": ("of ‖h‖", [c.stream_error[-1] for c in comparisons]),
     }
-    return [measure(treatment, metric, _interval(v), unit, list(map(_json, v))) for metric, (unit, v) in values.items()]
+    return [measure(treatment, metric, _interval(v), unit, v) for metric, (unit, v) in values.items()]
 
 
 def _step(dx: Sequence[float]) -> float:
@@ -175,9 +175,7 @@ def _against_controls(found: dict[Treatment, list[Comparison]]) -> list[Row]:
             continue
         own, noise = ([c.apart(range(len(c.sums)))[1] for c in side] for side in (comparisons, control))
         difference = [a - b for a, b in zip(own, noise, strict=True)]
-        rows.append(
-            measure(t, "grad_cosine_minus_noise", _interval(difference), "1 − cos", list(map(_json, difference)))
-        )
+        rows.append(measure(t, "grad_cosine_minus_noise", _interval(difference), "1 − cos", difference))
     return rows
 
 
@@ -189,11 +187,11 @@ def _layer_rows(
     for (layer, kind), parameters in parts.items():
         ratio, apart = zip(*(c.apart(parameters) for c in comparisons), strict=True)
         row = {"treatment": str(treatment), "layer": layer, "kind": kind}
-        row |= {"grad_log2_ratio": _json(_finite_mean(ratio)), "grad_cosine": _json(_finite_mean(apart))}
+        row |= {"grad_log2_ratio": finite(_finite_mean(ratio)), "grad_cosine": finite(_finite_mean(apart))}
         if kind == BLOCK:
-            row["dx_log2_ratio"] = _json(_finite_mean([c.dx[layer + 1] for c in comparisons]))
-            row["stream_log2_ratio"] = _json(_finite_mean([c.stream[layer + 1] for c in comparisons]))
-            row["stream_error"] = _json(_finite_mean([c.stream_error[layer + 1] for c in comparisons]))
+            row["dx_log2_ratio"] = finite(_finite_mean([c.dx[layer + 1] for c in comparisons]))
+            row["stream_log2_ratio"] = finite(_finite_mean([c.stream[layer + 1] for c in comparisons]))
+            row["stream_error"] = finite(_finite_mean([c.stream_error[layer + 1] for c in comparisons]))
         rows.append(row)
     return rows
 
@@ -211,8 +209,8 @@ def _theory(subject: Subject, found: dict[Treatment, list[Comparison]], scales: 
         share = math.fsum(s.variances) / len(s.layers) * 12
         count = len(s.layers)
         rows.append(
-            _compared(
-                "sum_delta_sd", str(s.recipe), s.uniform, s.sigma, PAPER,
+            comparison(
+                "sum_delta_sd", s.recipe, s.uniform, s.sigma, PAPER,
                 f"√(L/12), L = {count}, against drawn blocks; δ's variance within a layer is {share:.3f} of the "
                 "uniform's 1/12, and draws are independent from layer to layer, so that alone is the difference: "
                 f"√(Σ Var δ) = {s.independent:.3f}. As a gain 2^±σ: [{2**-s.sigma.value:.2f}, "
@@ -225,40 +223,28 @@ def _theory(subject: Subject, found: dict[Treatment, list[Comparison]], scales: 
         predicted = math.sqrt(subject.layers / 12)
         if t.passes != "forward":
             rows.append(
-                _compared(
-                    "dx_step", str(t), math.sqrt(1 / 12), _interval([_step(c.dx) for c in comparisons]), PAPER,
+                comparison(
+                    "dx_step", t, math.sqrt(1 / 12), _interval([_step(c.dx) for c in comparisons]), PAPER,
                     "σ of the log2 gain that one decoder block adds to the gradient on its way back, against the "
                     "measured change of log2 ‖dL/dh_q‖ / ‖dL/dh‖ (root mean square over blocks)",
                 )
             )  # fmt: skip
             rows.append(
-                _compared(
-                    "dx_growth", str(t), predicted, _interval([abs(c.dx[0] - c.dx[-1]) for c in comparisons]), PAPER,
+                comparison(
+                    "dx_growth", t, predicted, _interval([abs(c.dx[0] - c.dx[-1]) for c in comparisons]), PAPER,
                     "σ of the log2 gain of all blocks, against |what they add|: a model is a single draw of it, so a "
                     "small value alone contradicts little; dx_step has a draw for each block",
                 )
             )  # fmt: skip
         if t.passes != "backward":
             rows.append(
-                _compared(
-                    "layernorm_reset", str(t), 0.0, _interval([c.stream[-1] for c in comparisons]), PAPER,
+                comparison(
+                    "layernorm_reset", t, 0.0, _interval([c.stream[-1] for c in comparisons]), PAPER,
                     "log2 ratio of the residual stream's norm after the last block: 0 where normalisation keeps the "
                     f"scale error from adding up; without it a σ of {predicted:.2f} would be expected",
                 )
             )  # fmt: skip
     return rows
-
-
-def _compared(name: str, treatment: str, predicted: float, measured: Mean | None, source: str, note: str) -> Row:
-    """within: whether the measured interval holds the predicted value; None without an interval."""
-    row = {"name": name, "treatment": treatment, "predicted": predicted, "source": source, "note": note}
-    known = measured is not None and math.isfinite(measured.low)
-    return row | {
-        "measured": measured.value if measured else None,
-        "low": measured.low if measured and known else None,
-        "high": measured.high if measured and known else None,
-        "within": not measured.excludes(predicted) if measured and known else None,
-    }
 
 
 def _curves(subject: Subject, found: dict[Treatment, list[Comparison]], scales: Sequence[ScaleSums]) -> list[Row]:
@@ -275,7 +261,10 @@ def _curves(subject: Subject, found: dict[Treatment, list[Comparison]], scales: 
     }
     curves: list[Row] = []
     for name, (x, of) in figures.items():
-        series = {str(t): _band([of(c) for c in comparisons]) for t, comparisons in found.items()}
+        series = {
+            str(t): band([_interval(at) for at in zip(*map(of, comparisons), strict=True)])
+            for t, comparisons in found.items()
+        }
         curves.append({"name": name, "x": x, "series": series})
     for s in scales:
         edges, shares, normal = s.histogram()
@@ -283,15 +272,6 @@ def _curves(subject: Subject, found: dict[Treatment, list[Comparison]], scales: 
         series = {"drawn": shares, "normal, σ = √(L/12)": normal}
         curves.append({"name": f"sum_delta {s.recipe}", "x": middles, "edges": edges, "series": series})
     return curves
-
-
-def _band(by_group: Sequence[Sequence[float]]) -> dict[str, list[float | None]]:
-    """Mean and interval over groups at every depth."""
-    found = [_interval(values) for values in zip(*by_group, strict=True)]
-    return {
-        key: [None if m is None else _json(getattr(m, "value" if key == "mean" else key)) for m in found]
-        for key in ("mean", "low", "high")
-    }
 
 
 def _notes(subject: Subject, batches: Sequence[Any], groups: int, loss: str, scales: Sequence[ScaleSums]) -> list[str]:
@@ -328,7 +308,3 @@ def _interval(values: Sequence[float]) -> Mean | None:
 def _finite_mean(values: Sequence[float]) -> float:
     known = [v for v in values if math.isfinite(v)]
     return math.fsum(known) / len(known) if known else math.nan
-
-
-def _json(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -74,11 +74,44 @@ def jackknife(sums: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[Mean, l
     return (mean(values) if all(map(math.isfinite, values)) else Mean(whole, math.nan, math.nan, m)), values
 
 
+# --- as the probes' JSON has them -------------------------------------------------------------------------------------
+
+
+def finite(value: float | None) -> float | None:
+    """None for NaN and Inf, which JSON has not."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def measure(
     treatment: object, metric: str, found: Mean | None, unit: str, values: Sequence[float | None] | None = None
 ) -> dict[str, Any]:
     """A row of a probe's "measures"; None stands for what isn't known. values: the effects that the mean is of."""
     value, low, high, n = found or (None, None, None, 0)
-    ends = {k: None if v is None or math.isnan(v) else v for k, v in (("value", value), ("low", low), ("high", high))}
+    ends = {"value": finite(value), "low": finite(low), "high": finite(high)}
     row: dict[str, Any] = {"treatment": str(treatment), "metric": metric, **ends, "n": n, "unit": unit}
-    return row if values is None else row | {"values": list(values)}
+    return row if values is None else row | {"values": list(map(finite, values))}
+
+
+def comparison(
+    name: str, treatment: object | None, predicted: float | None, found: Mean | None, source: str, note: str
+) -> dict[str, Any]:
+    """A row of a probe's "theory". within: whether the interval holds the predicted value; None without an interval."""
+    value, low, high, _ = found or (None, None, None, 0)
+    known = predicted is not None and finite(low) is not None and finite(high) is not None
+    return {
+        "name": name,
+        "treatment": None if treatment is None else str(treatment),
+        "predicted": predicted,
+        "measured": finite(value),
+        "low": finite(low),
+        "high": finite(high),
+        "source": source,
+        "within": low <= predicted <= high if known else None,  # type: ignore[operator]
+        "note": note,
+    }
+
+
+def band(points: Sequence[Mean | None]) -> dict[str, list[float | None]]:
+    """Three columns of a curve: mean, low, high at every point."""
+    every = [(p.value, p.low, p.high) if p else (None, None, None) for p in points]
+    return {name: [finite(point[i]) for point in every] for i, name in enumerate(("mean", "low", "high"))}

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from mxrl.nn.replay import moe_layers
-from mxrl.probes.intervals import Mean, jackknife, measure
+from mxrl.probes.intervals import Mean, comparison, finite, jackknife, measure
 from mxrl.probes.routing_pass import COLUMNS, Batch, Sums, add_treatment, base_pass
 from mxrl.probes.routing_theory import drawn_flips, flip_probability, margins
 from mxrl.probes.subject import ProbeError, Subject, blocks
@@ -113,7 +113,7 @@ def routing(
         result["theory"] += _theory(str(t), found, float(pair.mean()), float(drawn.mean()))
         result["layers"] += [
             {"treatment": str(t), "layer": at[j]}
-            | {name: _finite(float(values[j])) for name, values in layer_figures(columns.sum(0)).items()}
+            | {name: finite(float(values[j])) for name, values in layer_figures(columns.sum(0)).items()}
             | {
                 "margin_median": float(margin[j].median()),
                 "noise_sd": sigma[j],
@@ -170,7 +170,7 @@ def layer_figures(sums: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _figures(columns: Tensor) -> dict[str, tuple[Mean, list[float | None]]]:
+def _figures(columns: Tensor) -> dict[str, tuple[Mean, list[float]]]:
     """Each metric of UNITS with its interval, and its value a prompt (jackknife); of sums [P, L, len(COLUMNS)]."""
     found = {}
     for name in UNITS:
@@ -184,16 +184,12 @@ def _figures(columns: Tensor) -> dict[str, tuple[Mean, list[float | None]]]:
 
         m, values = jackknife(columns.flatten(1), figure)
         if math.isfinite(m.value):
-            found[name] = m, [_finite(v) for v in values]
+            found[name] = m, values
     return found
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _theory(
-    treatment: str, found: dict[str, tuple[Mean, list[float | None]]], pair: float, drawn: float
+    treatment: str, found: dict[str, tuple[Mean, list[float]]], pair: float, drawn: float
 ) -> list[dict[str, Any]]:
     predictions = (
         ("top-k flips, boundary pair", pair, "topk_flip", "mean of Φ(−m/(σ√2)): Gaussian noise, one σ a layer, on the "
@@ -202,17 +198,11 @@ def _theory(
          "Gaussian, or not of one size for all tokens, or not independent of the logits"),
         ("independent expert errors", 0.0, "redundancy", "above 0 the experts' errors cancel, below they add up"),
     )  # fmt: skip
-    rows = []
-    for name, predicted, metric, note in predictions:
-        if metric in found:
-            m = found[metric][0]
-            known = math.isfinite(m.low)
-            rows.append({
-                "name": name, "treatment": treatment, "predicted": predicted, "measured": m.value,
-                "low": _finite(m.low), "high": _finite(m.high), "source": "ours",
-                "within": m.low <= predicted <= m.high if known else None, "note": note,
-            })  # fmt: skip
-    return rows
+    return [
+        comparison(name, treatment, predicted, found[metric][0], "ours", note)
+        for name, predicted, metric, note in predictions
+        if metric in found
+    ]
 
 
 # --- curves ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ contexts are those that RL sees. They depend on (model, dtype, prompts, seed) al
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mxrl.nn import convert, quantized_layers
 from mxrl.nn.layers import canonical_name
+from mxrl.probes.treatments import BASELINE, Treatment
 from mxrl.rl.chain import Problem, solution
 from mxrl.rl.evaluate import prompt_text
 from mxrl.rl.policy import POLICY_PREFIX, load_model
@@ -218,6 +219,20 @@ def check_finite(subject: Subject) -> None:
             handle.remove()
     if bad:
         raise NonFiniteError(f"{subject.name}: {bad[0]} on the task's first prompts, before anything is quantized")
+
+
+def to_decode(subject: Subject, probe: str, treatments: Iterable[str | Treatment]) -> list[Treatment]:
+    """Treatments to decode under, each once, without the baseline. Raises ProbeError where there is none, for one of
+    the backward pass alone, and without prompts."""
+    chosen = [t for t in dict.fromkeys(map(Treatment.parse, treatments)) if str(t) != BASELINE]
+    if not chosen:
+        raise ProbeError(f"{probe}: no treatment to compare with {BASELINE}; give one, as mxfp4@deadzone")
+    for treatment in chosen:
+        if treatment.passes == "backward":
+            raise ProbeError(f"{probe}: '{treatment}' changes the backward pass alone, and decoding has none")
+    if not subject.problems:
+        raise ProbeError(f"{probe}: no prompts to decode")
+    return chosen
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:

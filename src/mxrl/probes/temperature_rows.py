@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxrl.probes.intervals import jackknife
+from mxrl.probes.intervals import Mean, comparison, finite, jackknife, measure
 from mxrl.probes.temperature_theory import EDGES, Baseline, pieces, two_classes
 from mxrl.probes.treatments import BASELINE
 
@@ -75,24 +75,13 @@ def treatment_rows(
     moved = columns["moved"].sort(descending=True).values
     share = float(moved[: math.ceil(len(moved) / 100)].sum() / moved.sum())
     none = {"low": None, "high": None, "n": len(moved), "unit": ""}
-    return [*rows, {"treatment": treatment, "metric": "concentration", "value": _finite(share), **none}]
+    return [*rows, {"treatment": treatment, "metric": "concentration", "value": finite(share), **none}]
 
 
 def _row(treatment: str, metric: str, unit: str, sums: Tensor, names: list[str], figure: Figure) -> dict[str, Any]:
     """One measure with its interval, and what each prompt says (jackknife), for paired comparisons."""
     found, values = jackknife(sums, lambda s: figure({name: s[..., i] for i, name in enumerate(names)}))
-    return {
-        "treatment": treatment,
-        "metric": metric,
-        **{name: _finite(getattr(found, name)) for name in ("value", "low", "high")},
-        "n": found.n,
-        "unit": unit,
-        **({"values": [_finite(v) for v in values]} if metric in ("t_eff", "entropy_change") else {}),
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return measure(treatment, metric, found, unit, values if metric in ("t_eff", "entropy_change") else None)
 
 
 def baseline_rows(base: Baseline, by_prompt: ByPrompt) -> list[dict[str, Any]]:
@@ -128,33 +117,21 @@ def predictions(treatment: str, rows: dict[str, dict[str, Any]]) -> list[dict[st
     if not rows["sigma_eta"]["value"]:
         return []
     return [
-        _compared(name, treatment, rows[prediction]["value"], rows[measured], source, note)
+        comparison(name, treatment, rows[prediction]["value"], _mean_of(rows[measured]), source, note)
         for name, prediction, measured, source, note in _COMPARED
     ]
 
 
-def _compared(
-    name: str, treatment: str | None, prediction: float | None, row: dict[str, Any], source: str, note: str
-) -> dict[str, Any]:
-    low, high = row["low"], row["high"]
-    return {
-        "name": name,
-        "treatment": treatment,
-        "predicted": prediction,
-        "measured": row["value"],
-        "low": low,
-        "high": high,
-        "source": source,
-        "within": None if prediction is None or low is None or high is None else low <= prediction <= high,
-        "note": note,
-    }
+def _mean_of(row: dict[str, Any]) -> Mean:
+    value, low, high = (math.nan if row[name] is None else row[name] for name in ("value", "low", "high"))
+    return Mean(value, low, high, row["n"])
 
 
 def two_classes_row() -> dict[str, Any]:
     """The formula against its known answer, whatever the model."""
     prediction, fitted = two_classes()
-    return _compared(
-        "two classes", None, prediction, {"value": fitted, "low": None, "high": None}, PAPER,
+    return comparison(
+        "two classes", None, prediction, Mean(fitted, math.nan, math.nan, 1), PAPER,
         "two logits of standard deviation 2 with noise 1 on each, by quadrature: no model, the formula alone",
     )  # fmt: skip
 
