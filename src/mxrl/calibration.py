@@ -35,7 +35,7 @@ from mxrl.nn.layers import QuantizedLayer, quantized_layers
 from mxrl.recipes import Recipe
 from mxrl.rl.chain import Problem
 from mxrl.rl.evaluate import prompt_text
-from mxrl.rl.rollout import inference, left_pad
+from mxrl.rl.rollout import inference, left_pad, pad_id
 from mxrl.scan import BASELINES, NonFiniteError, columns_of, merge, nonfinite, parse_recipes
 
 NAME = "mxrl_observed"  # of the experts implementation that shows its inputs
@@ -127,11 +127,10 @@ def calibrate(
     # without the head, whose logits are large
     body: Any = getattr(model, getattr(model, "base_model_prefix", ""), model)
     device = next(model.parameters()).device
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     padding = 0
     with inference(model), observer.watching(quantized_layers(model)):
         for begin in range(0, len(ids), batch_size):
-            rows, mask = left_pad(ids[begin : begin + batch_size], pad, device)
+            rows, mask = left_pad(ids[begin : begin + batch_size], pad_id(tokenizer), device)
             padding += int((mask == 0).sum())
             observer.begin(mask.bool(), begin)
             body(input_ids=rows, attention_mask=mask, use_cache=False)

@@ -27,7 +27,7 @@ from mxrl.probes.subject import DTYPES, ProbeError, Subject, open_subject
 from mxrl.probes.treatments import Treatment, TreatmentError, treatments
 from mxrl.recipes import Recipe, RecipeError
 from mxrl.rl.policy import POLICY_PREFIX
-from mxrl.rl.tasks import TaskError, get_task
+from mxrl.rl.tasks import TaskError, parse_task
 from mxrl.scan_workers import OptionError, devices_of
 
 ALL = "all"
@@ -123,7 +123,7 @@ def settings_of(
     if dtype is not None and dtype not in DTYPES:
         raise ProbeCallError(f"unknown dtype '{dtype}'; possible: {', '.join(DTYPES)}")
     if task is not None:
-        get_task(task.partition(":")[0])
+        parse_task(task)
     elif not model.startswith(POLICY_PREFIX):
         raise ProbeCallError(f"{model}: say what to ask it: --task gsm8k:FILE, --task gsm_symbolic, --task chain, …")
     devices_of(device)

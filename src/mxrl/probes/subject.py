@@ -25,8 +25,17 @@ from mxrl.rl.chain import Problem, solution
 from mxrl.rl.evaluate import prompt_text
 from mxrl.rl.policy import POLICY_PREFIX, load_model
 from mxrl.rl.rewards import Reward
-from mxrl.rl.rollout import Rollout, inference, left_pad, positions, sample, takes_positions
-from mxrl.rl.tasks import TaskError, get_task, load_task
+from mxrl.rl.rollout import (
+    Rollout,
+    end_ids,
+    inference,
+    left_pad,
+    pad_id,
+    positions,
+    sample,
+    takes_positions,
+)
+from mxrl.rl.tasks import get_task, load_task, parse_task
 from mxrl.scan import NonFiniteError, nonfinite
 from mxrl.scan_workers import devices_of
 
@@ -74,14 +83,11 @@ class Subject:
 
     @property
     def pad(self) -> int:
-        found = self.tokenizer.pad_token_id
-        return found if found is not None else self.tokenizer.eos_token_id or 0
+        return pad_id(self.tokenizer)
 
     @property
     def eos(self) -> list[int]:
-        ends = self.model.generation_config.eos_token_id
-        ends = self.tokenizer.eos_token_id if ends is None else ends
-        return [ends] if isinstance(ends, int) else list(ends)
+        return end_ids(self.model, self.tokenizer)
 
     @functools.cached_property
     def prompt_ids(self) -> list[list[int]]:
@@ -167,10 +173,8 @@ def open_subject(
         if not name.startswith(POLICY_PREFIX):
             raise ProbeError(f"{name}: say what to ask it: --task gsm8k:FILE, --task gsm_symbolic, --task chain, …")
         task = "chain"
-    kind, _, path = task.partition(":")
-    if path and "path" not in get_task(kind).options:
-        raise TaskError(f"task '{kind}' takes no file, got '{path}'")
-    problems = load_task(kind, seed=seed, n=prompts, split=split, **({"path": path} if path else {}))
+    kind, options = parse_task(task)
+    problems = load_task(kind, seed=seed, n=prompts, split=split, **options)
     if max_new_tokens is None:
         max_new_tokens = max(len(solution(p)) for p in problems) + 1 if kind == "chain" else 300
     where = devices_of(device)[0]

@@ -131,15 +131,13 @@ def analyze_activations(
     `gsm8k:FILE` with the path of a data set. progress counts prompts. Raises as `mxrl.calibration.calibrate`,
     TaskError, PolicyError, OptionError, ValueError for a model that can't be loaded, OSError, Interrupted.
     """
-    from mxrl.rl.tasks import TaskError, get_task, load_task
+    from mxrl.rl.tasks import load_task, parse_task
 
     progress = progress or Silent()
     recipes = parse_recipes(recipes)
     (where_to,) = devices_of(device)[:1]
-    name, _, path = task.partition(":")
-    if path and "path" not in get_task(name).options:
-        raise TaskError(f"task '{name}' takes no file, got '{path}'")
-    problems = load_task(name, seed=seed, n=prompts, split=split, **({"path": path} if path else {}))
+    name, options = parse_task(task)
+    problems = load_task(name, seed=seed, n=prompts, split=split, **options)
     from mxrl.calibration import calibrate  # transformers, which takes a second to import
 
     loaded, tokenizer = load_model(model)
@@ -150,7 +148,7 @@ def analyze_activations(
                 loaded.to(where_to), tokenizer, problems, recipes, batch_size=batch_size, progress=progress.advance
             )
             about = {
-                "name": name, "path": path or None, "split": split, "seed": seed, "prompts": result.prompts,
+                "name": name, "path": options.get("path"), "split": split, "seed": seed, "prompts": result.prompts,
                 "tokens": result.tokens, "padding": result.padding, "longest": result.longest, "batch": batch_size,
             }  # fmt: skip
             where = provenance(device_name(where_to), "torch", "transformers", "numpy")

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from mxrl.nn import quantized_layers, rollout_weights
 from mxrl.rl.chain import Problem
 from mxrl.rl.rewards import Reward
-from mxrl.rl.rollout import sample
+from mxrl.rl.rollout import end_ids, pad_id, sample
 
 
 class Decoded(NamedTuple):
@@ -115,26 +115,23 @@ def decode(
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be >= 0 (0 is greedy)")
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    ends = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
+    ends = end_ids(model, tokenizer)
     prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
     layers = list(quantized_layers(model))
     # the weights don't change here, so a converted model quantizes each once, not once a token
     with rollout_weights(model) if layers and not any(layer.holds for layer in layers) else nullcontext():
         out = sample(
             model, prompt_ids,
-            max_new_tokens=max_new_tokens, eos_token_id=ends, pad_token_id=pad,
+            max_new_tokens=max_new_tokens, eos_token_id=ends, pad_token_id=pad_id(tokenizer),
             temperature=temperature or 1.0, greedy=temperature == 0, seed=seed, batch_size=batch_size,
             first_row=first_row,
         )  # fmt: skip
     ids = out.completions()
-    stops = {ends} if isinstance(ends, int) else set(ends)
     return Decoded(
         texts=tokenizer.batch_decode(ids, skip_special_tokens=True),
         tokens=[len(row) for row in ids],
         entropy=out.entropies.sum(1).tolist(),
-        finished=[row[-1] in stops for row in ids],
+        finished=[row[-1] in ends for row in ids],
     )
 
 

@@ -153,6 +153,19 @@ def takes_positions(model: Any) -> bool:
     return "position_ids" in inspect.signature(type(base_model(model)).forward).parameters
 
 
+def pad_id(tokenizer: Any) -> int:
+    """What padding is filled with: the pad token, else an end, else token 0; the mask says that it is padding."""
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return found if found is not None else 0
+
+
+def end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a completion: the generation config's, else the tokenizer's."""
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    return [ends] if isinstance(ends, int) else list(ends)
+
+
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 

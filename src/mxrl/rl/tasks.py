@@ -50,6 +50,14 @@ def get_task(name: str) -> Task:
     return TASKS[name]
 
 
+def parse_task(text: str) -> tuple[str, dict[str, Any]]:
+    """("gsm8k", {"path": "FILE"}) of "gsm8k:FILE", for `load_task`. TaskError: unknown, or it takes no file."""
+    name, _, path = text.partition(":")
+    if path and "path" not in get_task(name).options:
+        raise TaskError(f"task '{name}' takes no file, got '{path}'")
+    return get_task(name).name, {"path": path} if path else {}
+
+
 def load_task(
     name: str, *, seed: int | None = 0, n: int | None = None, split: str = "train", **options: Any
 ) -> list[Problem]:
