@@ -177,10 +177,8 @@ def law(probe: str, name: str, *, mark: str = "", unlike: float | None = None) -
     """
 
     def decide(evidence: Evidence) -> Finding:
-        own = (None, evidence.effects.base + mark)
-        rows = (r for r in evidence.results[probe]["theory"] if r["name"] == name and r["treatment"] in own)
-        row = next(rows, None)
-        if row is None or row["measured"] is None:
+        row = _row(evidence, probe, name, mark)
+        if row is None:
             return Finding(NOT_MEASURED)
         number = Effect(row["measured"], row["low"], row["high"], 0)
         verdict = {True: BORNE_OUT, False: CONTRADICTED, None: UNDECIDED}[row["within"]]
@@ -192,6 +190,20 @@ def law(probe: str, name: str, *, mark: str = "", unlike: float | None = None) -
     return Test(f"the measured number's interval holds the predicted one{beside}", "", decide)
 
 
+def _row(evidence: Evidence, probe: str, name: str, mark: str = "") -> Mapping[str, Any] | None:
+    """A probe's row of comparison with theory that has a measured number, of the base recipe or of no treatment."""
+    own = (None, evidence.effects.base + mark)
+    rows = (r for r in evidence.results[probe]["theory"] if r["name"] == name and r["treatment"] in own)
+    row = next(rows, None)
+    return row if row is not None and row["measured"] is not None else None
+
+
+def _inside(number: Effect, low: float, high: float) -> str:
+    """The verdict on a claim that a number lies in [low, high]."""
+    told = {number.over(high), number.over(-low, -1)}
+    return CONTRADICTED if YES in told else BORNE_OUT if told == {NO} else UNDECIDED
+
+
 def near(probe: str, name: str, tolerance: float) -> Test:
     """A law that is meant to hold about: the plain recipe's interval against the predicted number ± that share of it.
 
@@ -199,14 +211,12 @@ def near(probe: str, name: str, tolerance: float) -> Test:
     """
 
     def decide(evidence: Evidence) -> Finding:
-        base = evidence.effects.base
-        row = next((r for r in evidence.results[probe]["theory"] if (r["name"], r["treatment"]) == (name, base)), None)
-        if row is None or row["measured"] is None:
+        row = _row(evidence, probe, name)
+        if row is None:
             return Finding(NOT_MEASURED)
         number, predicted = Effect(row["measured"], row["low"], row["high"], 0), row["predicted"]
         bound = tolerance * abs(predicted)
-        told = {number.over(predicted + bound), number.over(bound - predicted, -1)}
-        verdict = CONTRADICTED if YES in told else BORNE_OUT if told == {NO} else UNDECIDED
+        verdict = _inside(number, predicted - bound, predicted + bound)
         return Finding(verdict, number, f"predicted {predicted:.4g}; {row['note']}")
 
     return Test(f"the measured number is within {tolerance:.0%} of the predicted one", "", decide)
@@ -221,9 +231,9 @@ def resets() -> Test:
         if own is None:
             return Finding(NOT_MEASURED)
         bound = math.sqrt(evidence.results["gradient"]["subject"]["layers"] / 12) / 2
-        told = {own.over(bound), own.over(bound, -1)}
-        verdict = CONTRADICTED if YES in told else BORNE_OUT if told == {NO} else UNDECIDED
-        return Finding(verdict, own, f"log2 of the stream's norm against the unquantized, bound ± {bound:.3g}")
+        return Finding(
+            _inside(own, -bound, bound), own, f"log2 of the stream's norm against the unquantized, bound ± {bound:.3g}"
+        )
 
     return Test("after the last block the stream's norm is off by less than 2^(√(L/12)/2)", metric, decide)
 

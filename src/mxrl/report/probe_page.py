@@ -16,6 +16,7 @@ from mxrl.probes.claims import BORNE_OUT, CONTRADICTED, NOT_MEASURED, VERDICTS
 from mxrl.probes.matrix import WHOLE, cell_of
 from mxrl.report.demo import points
 from mxrl.report.page import Page, percent, plain
+from mxrl.report.probe_rows import stated
 
 Data = Mapping[str, Any]
 Cell = Mapping[str, Any]
@@ -51,8 +52,7 @@ def form_of(metric: str) -> Callable[[float | None], str]:
     """How a metric's effects are written: points of accuracy, percent of tokens, or a plain number."""
     if metric.endswith("accuracy_change"):
         return points
-    form = percent if metric == "topk_flip" else _digits
-    return lambda value: form(value).replace("-", "−")
+    return percent if metric == "topk_flip" else _digits
 
 
 def _digits(value: float | None) -> str:
@@ -68,12 +68,7 @@ def unit_of(metric: str) -> str:
 
 def interval(found: Mapping[str, Any] | None, metric: str) -> str:
     """ "0.0132 [0.0101, 0.0163]", or an en dash."""
-    if found is None or found["value"] is None:
-        return "–"
-    form = form_of(metric)
-    if found["low"] is None or found["high"] is None:
-        return form(found["value"])
-    return f"{form(found['value'])} [{form(found['low'])}, {form(found['high'])}]"
+    return stated(found, form_of(metric))
 
 
 def tally(claims: Sequence[Data]) -> str:
