@@ -22,7 +22,7 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from mxrl.integrations.verl import plugin
 from mxrl.integrations.verl.config import ENVIRONMENT, EXTENSION, VerlConfig
-from mxrl.integrations.verl.export import Export, ExportPlan, matrices_of
+from mxrl.integrations.verl.export import Export, ExportPlan, plan_of
 from mxrl.integrations.verl.vllm import Adapter
 from mxrl.integrations.vllm.settings import VllmPluginError
 
@@ -84,7 +84,7 @@ def test_the_worker_class_is_verl_s_with_the_check():
 
 def test_the_check_comes_once_after_the_first_weights_with_training_s_names(monkeypatch):
     source, calls = model(), []
-    matrices = matrices_of(source, OURS.parsed, OURS.skip)
+    matrices = plan_of(source, OURS.parsed, OURS.skip).matrices
     export = Export(iter(()), ExportPlan(source), None, None)
     sync(adapter(monkeypatch, calls), export)
     assert calls == [("weights", 0), ("mxrl_check", sorted(matrices)), ("weights", 1)]
@@ -94,7 +94,7 @@ def test_the_check_comes_once_after_the_first_weights_with_training_s_names(monk
 def test_without_the_sender_s_names_they_are_those_of_a_model_without_weights(monkeypatch):
     calls: list[Any] = []
     sync(adapter(monkeypatch, calls), iter(()), steps=1)
-    assert calls == [("weights", 0), ("mxrl_check", sorted(matrices_of(model(), OURS.parsed, OURS.skip)))]
+    assert calls == [("weights", 0), ("mxrl_check", sorted(plan_of(model(), OURS.parsed, OURS.skip).matrices))]
 
 
 def test_a_rank_without_a_server_checks_nothing(monkeypatch):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import mxrl
 from mxrl.integrations.verl.config import VerlConfig
-from mxrl.integrations.verl.export import Export, ExportError, ExportPlan, check_same, matrices_of
+from mxrl.integrations.verl.export import Export, ExportError, ExportPlan, check_same, plan_of
 from mxrl.integrations.verl.policy import Policy, digest
 from mxrl.nn import aqn_noise, quantized_layers, rollout_weights
 from mxrl.nn.layers import full_tensor
@@ -181,7 +181,7 @@ def test_the_names_are_those_of_a_model_without_weights(family):
     with torch.device("meta"):
         empty = type(model)(model.config)
     mxrl.convert(model, "mxfp4+mbs", skip=skip)
-    names = matrices_of(empty, Recipe.parse("mxfp4+mbs"), skip)
+    names = plan_of(empty, Recipe.parse("mxfp4+mbs"), skip).matrices
     assert names == ExportPlan(model).matrices and names
     assert next(empty.parameters()).is_meta
 

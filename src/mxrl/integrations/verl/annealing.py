@@ -1,4 +1,4 @@
-"""What every engine of ours has for its rollouts: AQN's noise by the count of updates, and what it did, logged.
+"""What every engine of ours has: its keys, whether it converts, and for rollouts AQN's noise by the count of updates.
 
 An engine says what `rollout` is: the actor's updates so far. It sets `exported` at each synchronization.
 """
@@ -16,10 +16,19 @@ from mxrl.nn.weights import Noise
 class Annealing:
     """Comes before verl's engine among the bases."""
 
-    ours: VerlConfig
+    engine_config: Any
     optimizer_config: Any
     plan: ExportPlan | None = None  # None: this engine's model is not converted
     exported: Export | None = None  # the last synchronization's
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.ours = VerlConfig.from_environment()
+        super().__init__(*args, **kwargs)
+
+    @property
+    def converts(self) -> bool:
+        """Whether this engine's model is quantized: the actor's, and the reference's where that is asked for."""
+        return not self.engine_config.forward_only or self.ours.reference
 
     @property
     def rollout(self) -> int:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,10 @@ class VerlConfig:
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
+
+    def digest(self, names: Iterable[str]) -> str:
+        """A short hash of these keys and of the names that are quantized: alike on two ranks that do the same."""
+        return hashlib.blake2b("\n".join([self.to_json(), *sorted(names)]).encode(), digest_size=4).hexdigest()
 
     @classmethod
     def from_environment(cls) -> VerlConfig:

@@ -14,7 +14,6 @@ update came between two synchronizations (a critic's warm-up).
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from typing import Any
 
@@ -25,7 +24,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 import mxrl
 from mxrl.integrations.verl.annealing import Annealing
-from mxrl.integrations.verl.config import VENDOR, VerlConfig
+from mxrl.integrations.verl.config import VENDOR
 from mxrl.integrations.verl.export import Export, ExportError, ExportPlan
 
 
@@ -35,18 +34,13 @@ class QuantizedFSDPEngine(Annealing, FSDPEngineWithLMHead):
 
     # verl's attributes, whose types are lost in its registry's decorator
     rank: int
-    engine_config: Any
     lr_scheduler: Any
     _autocast_dtype: Any
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.ours = VerlConfig.from_environment()
-        super().__init__(*args, **kwargs)
 
     def _build_module(self) -> Any:
         theirs: Any = super()
         module = theirs._build_module()
-        if self.engine_config.forward_only and not self.ours.reference:
+        if not self.converts:
             print(f"mxrl verl [rank {self.rank}]: reference left as it is", flush=True)
             return module
         report = mxrl.convert(module, self.ours.parsed, skip=self.ours.skip)
@@ -57,8 +51,8 @@ class QuantizedFSDPEngine(Annealing, FSDPEngineWithLMHead):
     def _banner(self, module: Any, report: Any) -> str:
         """What was converted, on this rank; raises where another rank converted something else."""
         role = "reference" if self.engine_config.forward_only else "actor"
-        names = sorted(self.plan.matrices) if self.plan else []
-        digest = hashlib.blake2b("\n".join([self.ours.to_json(), *names]).encode(), digest_size=4).hexdigest()
+        names = self.plan.matrices if self.plan else frozenset()
+        digest = self.ours.digest(names)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, digest)
         if len(set(everyone)) != 1:

@@ -94,10 +94,10 @@ class ExportPlan:
             self.entries[name] = _Entry(matrix, last, frozenset([name]))
 
 
-def matrices_of(model: nn.Module, recipe: Recipe, skip: Iterable[str]) -> frozenset[str]:
-    """Names of the matrices that training quantizes in a model of this architecture; converts it ("meta" will do)."""
+def plan_of(model: nn.Module, recipe: Recipe, skip: Iterable[str]) -> ExportPlan:
+    """What training quantizes in a model of this architecture, not yet converted; converts it ("meta" will do)."""
     convert(model, recipe, skip=skip)
-    return ExportPlan(model).matrices
+    return ExportPlan(model)
 
 
 class Export(Iterator[tuple[str, Tensor]]):

@@ -14,7 +14,6 @@ Megatron trains bf16 parameters whose float32 masters are the optimizer's. So AQ
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -23,11 +22,10 @@ from transformers import AutoModelForCausalLM
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-import mxrl
 from mxrl.integrations.megatron import MegatronReport, convert_megatron
 from mxrl.integrations.verl.annealing import Annealing
 from mxrl.integrations.verl.config import VENDOR, VerlConfig
-from mxrl.integrations.verl.export import Export, ExportError, ExportPlan, check_same
+from mxrl.integrations.verl.export import Export, ExportError, ExportPlan, check_same, plan_of
 
 
 @EngineRegistry.register("language_model", "megatron", vendor=VENDOR)
@@ -35,19 +33,10 @@ class QuantizedMegatronEngine(Annealing, MegatronEngineWithLMHead):
     """MegatronEngineWithLMHead whose model computes as the run's recipe says."""
 
     # verl's attributes, whose types are lost in its registry's decorator
-    engine_config: Any
     model_config: Any
     lr_scheduler: Any
     provider: Any
     param_dtype: Any
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.ours = VerlConfig.from_environment()
-        super().__init__(*args, **kwargs)
-
-    @property
-    def converts(self) -> bool:
-        return not self.engine_config.forward_only or self.ours.reference
 
     def _build_tf_config(self) -> None:
         theirs: Any = super()
@@ -93,8 +82,7 @@ def export_plan(hf_config: Any, ours: VerlConfig) -> ExportPlan:
     """What of a Hugging Face model of this configuration is quantized; no memory is taken for it."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
-    mxrl.convert(model, ours.parsed, skip=ours.skip)
-    return ExportPlan(model)
+    return plan_of(model, ours.parsed, ours.skip)
 
 
 def banner(report: MegatronReport, plan: ExportPlan, ours: VerlConfig, forward_only: bool) -> str:
@@ -105,11 +93,10 @@ def banner(report: MegatronReport, plan: ExportPlan, ours: VerlConfig, forward_o
     if len({configuration for configuration, _ in everyone}) != 1:
         raise ExportError("ranks have different configurations")
     check_same(plan.matrices, {name for _, names in everyone for name in names}, "Megatron's layers")
-    digest = hashlib.blake2b("\n".join([ours.to_json(), *sorted(plan.matrices)]).encode(), digest_size=4).hexdigest()
     role = "reference" if forward_only else "actor"
     return (
         f"mxrl verl [rank {dist.get_rank()} of {len(everyone)}]: {role} Megatron, recipe {report.recipe}, "
         f"{len(report.converted)} parameters (of {len(report.matrices)} matrices) quantized here, "
         f"{report.quantized_parameters / max(report.parameters, 1):.1%} of {report.parameters:,} weights, "
-        f"{len(report.left)} modules left; {len(plan.matrices)} matrices in all, names {digest}"
+        f"{len(report.left)} modules left; {len(plan.matrices)} matrices in all, names {ours.digest(plan.matrices)}"
     )

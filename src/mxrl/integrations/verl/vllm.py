@@ -20,7 +20,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from mxrl.integrations.verl.config import VerlConfig
-from mxrl.integrations.verl.export import matrices_of
+from mxrl.integrations.verl.export import plan_of
 from mxrl.integrations.vllm.worker import WorkerExtension
 
 
@@ -47,4 +47,4 @@ class Adapter(ServerAdapter):
         with torch.device("meta"):
             kind: Any = get_hf_auto_model_class(hf)
             model = kind.from_config(hf, trust_remote_code=self.model_config.trust_remote_code)
-        return matrices_of(model, ours.parsed, ours.skip)
+        return plan_of(model, ours.parsed, ours.skip).matrices
