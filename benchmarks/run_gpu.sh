@@ -55,7 +55,7 @@ for name in "$@"; do
       tail -n 30 "$OUT/rollout.txt" | cut -c1-200
       ;;
     rank_tests)
-      part rank_tests 300 python3 -m pytest -p no:cacheprovider --tb=short --durations=8 tests/integration/test_ranks.py -k "${RANK_TESTS:-test}"
+      part rank_tests 300 python3 -m pytest -n 3 -p no:cacheprovider --tb=short --durations=8 tests/integration/test_ranks.py -k "${RANK_TESTS:-test}"
       grep -v "Failed to load" "$OUT/rank_tests.txt" | tail -n 40 | cut -c1-200
       ;;
     ranks)

@@ -1,10 +1,11 @@
 """Who does a scan's tasks: one lane in this process, or several processes of one lane each.
 
-    Lane        reads ahead in threads, computes on its device:   file → rows (→ pinned memory → GPU) → statistics
+    Lane        in this process (scan_lane.py)
     Processes   one Lane in each of several processes, a pipe to each
+    Joining     a Lane here, on the first GPU; Processes for the other GPUs join in as they come up
     Shape       how many of them, on what, within how much memory: `shape_of`
 
-Both are pools: `submit(task)` while `free`, `next() -> (task, result)` while `busy`, `close()`.
+All are pools: `submit(task)` while `free`, `next() -> (task, result)` while `busy`, `close()`.
 
 Workers are programs of their own (no fork of a process with threads, no second import of the caller's script). They
 read tasks from their pipe and end when it closes, however their parent ended. The threads of all workers together are
@@ -23,19 +24,17 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from mxrl.checkpoint import Checkpoint, Weight
-from mxrl.scan_tasks import Result, Task, mapped, ranges, read, read_into, run, width
+from mxrl.checkpoint import Checkpoint
+from mxrl.scan_lane import Lane
+from mxrl.scan_tasks import Result, Task, mapped, ranges, width
 
 MEMORY = 2_000_000_000
 # Bytes that processes took for themselves (torch 2.13, numba 0.68), rounded up:
@@ -44,7 +43,6 @@ _WORKER = 300_000_000  # a worker besides its buffers: 200 MB, 290 MB where numb
 _DECODER = 200_000_000  # temporaries of whoever decodes what isn't stored as floats
 _REFERENCE = 400_000_000  # temporaries of the torch reference, which serves float64
 _READERS = 8  # threads that fill a GPU's buffers, at most
-_PAGE = 4096
 _SMALL = 1 << 32  # elements times recipes, below which starting processes takes longer than it saves
 
 
@@ -159,83 +157,10 @@ def _too_little(memory: int, need: int) -> OptionError:
 
 
 def open_pool(checkpoint: Checkpoint, shape: Shape) -> Pool:
-    """One lane of a shape runs here, more in processes."""
+    """One lane of a shape runs here, more in processes; of several GPUs the first one's lane is here too."""
     if len(shape.devices) == 1:
         return Lane(checkpoint, shape.devices[0], shape.readers, shape.threads)
-    return Processes(checkpoint, shape)
-
-
-# ---- one lane --------------------------------------------------------------------------------------------------------
-
-
-class Lane:
-    """Tasks in their order, on one device; while one is computed, `readers` threads fetch the next ones' rows."""
-
-    def __init__(self, checkpoint: Checkpoint, device: str, readers: int = 1, threads: int = 0):
-        self._checkpoint, self._device = checkpoint, torch.device(device)
-        self.capacity = readers + 1
-        self._queue: deque[tuple[Task, Future[Tensor]]] = deque()
-        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="mxrl-read")
-        self._own = threading.local()
-        self._threads_before = torch.get_num_threads()
-        if threads:
-            torch.set_num_threads(threads)
-
-    @property
-    def free(self) -> bool:
-        return len(self._queue) < self.capacity
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._queue)
-
-    def submit(self, task: Task) -> None:
-        self._queue.append((task, self._readers.submit(self._fetch, task)))
-
-    def next(self) -> tuple[Task, Result]:
-        task, future = self._queue.popleft()
-        rows = future.result()
-        weight = self._checkpoint.weights[task.weight]
-        if self._device.type == "cpu":
-            return task, run(task, weight, rows)
-        with torch.cuda.device(self._device):  # Triton launches on the current device
-            return task, run(task, weight, rows)
-
-    def close(self) -> None:
-        self._readers.shutdown(cancel_futures=True)
-        torch.set_num_threads(self._threads_before)
-
-    def _fetch(self, task: Task) -> Tensor:
-        weight = self._checkpoint.weights[task.weight]
-        if self._device.type == "cpu":
-            rows = read(self._checkpoint, weight, task.start, task.stop)
-            touch(rows)
-            return rows
-        return self._upload(task, weight)
-
-    def _upload(self, task: Task, weight: Weight) -> Tensor:
-        """Through this thread's pinned buffer and stream: the copy runs beside the kernels of the task before.
-
-        The result's memory belongs to this stream; its reader waits for its sums before it lets go of it.
-        """
-        own = self._own.__dict__
-        nbytes = (task.stop - task.start) * weight.shape[-1] * width(weight)
-        with torch.cuda.device(self._device):  # else pinning would open a context on the first GPU
-            if "stream" not in own:
-                own["stream"], own["buffer"] = torch.cuda.Stream(), torch.empty(0, dtype=torch.uint8)
-            if own["buffer"].numel() < nbytes:
-                own["buffer"] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            pinned = read_into(self._checkpoint, weight, task.start, task.stop, own["buffer"])
-            with torch.cuda.stream(own["stream"]):
-                there = pinned.to(self._device, non_blocking=True)
-                own["stream"].synchronize()
-        return there
-
-
-def touch(rows: Tensor) -> None:
-    """Read one byte of every page: the disk's part of the work, for rows that are mapped and not yet in memory."""
-    if rows.numel() and rows.is_contiguous():
-        rows.view(-1).view(torch.uint8)[::_PAGE].max()
+    return Processes(checkpoint, shape) if shape.devices[0] == "cpu" else Joining(checkpoint, shape)
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -260,6 +185,7 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         self.tasks: list[Task] = []
+        self.up = False  # it has said that it can begin
         self.send((checkpoint, device, readers, threads))
 
     def send(self, message: Any) -> None:
@@ -299,32 +225,49 @@ class Processes:
         return any(len(worker.tasks) < self._capacity for worker in self._workers)
 
     @property
+    def free_and_up(self) -> bool:
+        return any(len(worker.tasks) < self._capacity for worker in self._workers if worker.up)
+
+    @property
     def busy(self) -> bool:
-        return bool(self._arrived) or any(worker.tasks for worker in self._workers)
+        return self.arrived or any(worker.tasks for worker in self._workers)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `next` need not wait."""
+        return bool(self._arrived)
 
     def submit(self, task: Task) -> None:
-        worker = min(self._workers, key=lambda w: len(w.tasks))
+        worker = min(self._workers, key=lambda w: (len(w.tasks) >= self._capacity, not w.up, len(w.tasks)))
         worker.tasks.append(task)
         worker.send(task)
 
     def next(self) -> tuple[Task, Result]:
         while not self._arrived:
-            ready = connection.wait([worker.pipe for worker in self._workers if worker.tasks])
-            for worker in self._workers:
-                if worker.pipe in ready:
-                    self._arrived.append(self._receive(worker))
+            self.look(None)
         return self._arrived.popleft()
 
-    def _receive(self, worker: _Worker) -> tuple[Task, Result]:
+    def look(self, timeout: float | None = 0) -> None:
+        """Take in what workers have sent; waits for `timeout` seconds at most (None: until one has sent something)."""
+        pipes = {worker.pipe: worker for worker in self._workers}
+        for pipe in connection.wait(list(pipes), timeout):
+            self._receive(pipes[pipe])  # type: ignore[index]
+
+    def _receive(self, worker: _Worker) -> None:
         try:
             outcome = worker.pipe.recv()
         except (EOFError, OSError):
-            name, fate = self._checkpoint.weights[worker.tasks[0].weight].name, worker.fate()
+            names = [self._checkpoint.weights[task.weight].name for task in worker.tasks[:1]]
+            doing = f"while it worked on tensor '{names[0]}'" if names else "before its first tensor"
+            fate = worker.fate()
             hint = "out of memory? --memory 1GB or --jobs 1 take less" if "SIGKILL" in fate else "see above"
-            raise WorkerError(f"a worker process {fate} while it worked on tensor '{name}' ({hint})") from None
+            raise WorkerError(f"a worker process {fate} {doing} ({hint})") from None
         if isinstance(outcome, BaseException):
             raise outcome
-        return worker.tasks.pop(0), outcome
+        if outcome is None:
+            worker.up = True
+        else:
+            self._arrived.append((worker.tasks.pop(0), outcome))
 
     def close(self) -> None:
         """End them: they only read, so there's nothing to wait for."""
@@ -335,12 +278,53 @@ class Processes:
             worker.pipe.close()
 
 
+class Joining:
+    """A Lane here, on the first device; the other devices' processes get tasks once they are up.
+
+    A process takes seconds to import torch, in which one GPU does much of a scan, or all of it: nobody waits then for
+    the others, so that more GPUs are not slower than one.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, shape: Shape):
+        first, others = shape.devices[0], shape.devices[1:]
+        self._others = Processes(checkpoint, Shape(others, shape.threads, shape.readers))
+        try:
+            self._own = Lane(checkpoint, first, shape.readers, shape.threads)
+        except BaseException:
+            self._others.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return self._others.pids
+
+    @property
+    def free(self) -> bool:
+        return self._own.free or self._others.free_and_up
+
+    @property
+    def busy(self) -> bool:
+        return self._own.busy or self._others.busy
+
+    def submit(self, task: Task) -> None:
+        (self._others if self._others.free_and_up else self._own).submit(task)
+
+    def next(self) -> tuple[Task, Result]:
+        self._others.look()
+        return self._own.next() if self._own.busy and not self._others.arrived else self._others.next()
+
+    def close(self) -> None:
+        self._own.close()
+        self._others.close()
+
+
 def serve(descriptor: int) -> None:
-    """A worker's life: tasks come in, results go out in the same order, until the pipe closes."""
+    """A worker's life: None once it is up; then tasks in, results out in the same order, until the pipe closes."""
     pipe = connection.Connection(descriptor)
     try:
         checkpoint, device, readers, threads = pipe.recv()
         lane = Lane(checkpoint, device, readers, threads)
+        pipe.send(None)
         while True:
             while lane.free and (not lane.busy or pipe.poll()):
                 lane.submit(pipe.recv())

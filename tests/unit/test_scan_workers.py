@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 
 from mxrl.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from mxrl.scan import Step, drive, scan
-from mxrl.scan_tasks import Ledger
-from mxrl.scan_workers import Lane, Processes, Shape, WorkerError, devices_of, parse_size, shape_of
+from mxrl.scan_lane import Lane
+from mxrl.scan_tasks import Ledger, Task
+from mxrl.scan_workers import Joining, Processes, Shape, WorkerError, devices_of, parse_size, shape_of
 
 COLUMNS = ("mxfp4", "nvfp4")
 
@@ -117,6 +118,44 @@ def test_a_worker_that_dies_is_one_line_and_no_hang(checkpoint: Checkpoint, numb
         pids = pool.pids
         pool.close()
     assert all(gone(pid) for pid in pids)
+
+
+def parts(checkpoint: Checkpoint, pool: Lane | Joining) -> list[object]:
+    ledger = Ledger(checkpoint, COLUMNS)
+    drive(pool, ledger, ledger.tasks())
+    return [list(ledger.parts(w, column)) for w in checkpoint.weights for column in COLUMNS]
+
+
+def test_a_lane_here_does_the_whole_scan_while_the_others_start(checkpoint: Checkpoint) -> None:
+    """A process that never gets up (stopped before it could) is not waited for."""
+    alone = parts(checkpoint, Lane(checkpoint, "cpu"))
+    pool = Joining(checkpoint, Shape(("cpu", "cpu", "cpu"), 1, 1))
+    try:
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGSTOP)
+        assert parts(checkpoint, pool) == alone
+        assert not pool.busy
+    finally:
+        pool.close()
+    assert all(gone(pid) for pid in pool.pids)
+
+
+def test_processes_that_are_up_take_their_share(checkpoint: Checkpoint) -> None:
+    alone = parts(checkpoint, Lane(checkpoint, "cpu"))
+    pool = Joining(checkpoint, Shape(("cpu", "cpu"), 1, 1))
+    mine: list[Task] = []
+    own = pool._own.submit
+    pool._own.submit = lambda task: (mine.append(task), own(task))[1]  # type: ignore[method-assign]
+    try:
+        pool._others.look(None)  # until it is up
+        assert parts(checkpoint, pool) == alone
+        assert 0 < len(mine) < len(list(Ledger(checkpoint, COLUMNS).tasks()))
+        os.kill(pool.pids[0], signal.SIGKILL)
+        assert wait_until(lambda: gone(pool.pids[0]))
+        with pytest.raises(WorkerError, match="killed by SIGKILL before its first tensor"):
+            pool._others.look(10)
+    finally:
+        pool.close()
 
 
 def test_an_error_in_a_worker_is_the_same_error_here(checkpoint: Checkpoint) -> None:
