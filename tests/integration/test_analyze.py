@@ -23,7 +23,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
-from mxrl import scan_workers
+from mxrl import scan_lane
 from mxrl.checkpoint import open_checkpoint
 from mxrl.cli import main
 from mxrl.decompose import ErrorStats
@@ -131,13 +131,13 @@ def test_one_more_recipe_computes_only_its_own_column(
 ) -> None:
     asked: set[tuple[str, ...]] = set()
     every = tuple(dict.fromkeys(("mxfp4", "mxfp4:floor", "mxfp4:even", "nvfp4", *EXTRA)))
-    real = scan_workers.run
+    real = scan_lane.run
 
     def run(task: Task, *rest: Any) -> Result:
         asked.add(task.columns)
         return real(task, *rest)
 
-    monkeypatch.setattr("mxrl.scan_workers.run", run)
+    monkeypatch.setattr("mxrl.scan_lane.run", run)
     arguments = ["analyze", str(model), "--out", str(tmp_path / "out")]
     assert main(arguments) == 0
     assert asked == {every}
@@ -311,7 +311,7 @@ def test_interrupted_in_the_middle(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, at = 0, 3
-    real = scan_workers.run
+    real = scan_lane.run
 
     def run(task: Task, *rest: Any) -> Result:
         nonlocal calls
@@ -320,7 +320,7 @@ def test_interrupted_in_the_middle(
             raise KeyboardInterrupt
         return real(task, *rest)
 
-    monkeypatch.setattr("mxrl.scan_workers.run", run)
+    monkeypatch.setattr("mxrl.scan_lane.run", run)
     line = failure(capsys, 130, "analyze", model, "--out", tmp_path / "out")
     assert f"what is done is kept in {tmp_path / 'out'}, and the same command goes on" in line
     assert calls == 3
@@ -369,7 +369,7 @@ def test_a_bug_is_one_line_too_and_traceback_shows_it(
     def run(*_: object) -> Result:
         raise TypeError("unexpected")
 
-    monkeypatch.setattr("mxrl.scan_workers.run", run)
+    monkeypatch.setattr("mxrl.scan_lane.run", run)
     arguments = ["analyze", str(model), "--out", str(tmp_path / "out")]
     assert main(arguments) == 1
     err = capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mxrl import scan_tasks, scan_workers
+from mxrl import scan_lane, scan_tasks
 from mxrl.checkpoint import Checkpoint, open_checkpoint
 from mxrl.decompose import ErrorStats, error_stats
 from mxrl.moments import Moments, moments
@@ -74,13 +74,13 @@ def test_ranges_are_merged_in_their_order(checkpoint: Checkpoint) -> None:
 
 def test_the_journal_keeps_them(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Task] = []
-    real = scan_workers.run
+    real = scan_lane.run
 
     def run(task: Task, *rest: Any) -> Result:
         done.append(task)
         return real(task, *rest)
 
-    monkeypatch.setattr(scan_workers, "run", run)
+    monkeypatch.setattr(scan_lane, "run", run)
     first: list[Step] = []
     whole = journaled(checkpoint, tmp_path / "out", first)
     assert sum(s.nbytes for s in first) == pytest.approx(sum(w.nbytes for w in checkpoint.weights), rel=1e-12)
