@@ -2,6 +2,7 @@
 
     python experiments/verl/megatron_one_rank.py --out RESULT.json            # one H200: about a minute
     python experiments/verl/megatron_one_rank.py --device cpu --small         # to see that it runs
+    python experiments/verl/megatron_one_rank.py --table RESULT.json          # the README's table
 
 Widths of Qwen3-30B-A3B (16 of its 128 experts). For each layer: whether Q(w) has the same bits; how far output, input
 gradient and weight gradient are apart (relative norm; 0 is bit-equal); milliseconds of forward and backward, Megatron's
@@ -31,6 +32,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import mxrl
 from mxrl.nn import Operands, QuantizedLinear
 from mxrl.nn.operands import quantize_operand
+from mxrl.provenance import provenance
 
 warnings.simplefilter("ignore")  # Megatron says what isn't installed
 
@@ -53,7 +55,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="small widths")
     parser.add_argument("--out", help="a file for the JSON, besides the terminal")
+    parser.add_argument("--table", help="print such a file as a table, and do nothing else")
     args = parser.parse_args()
+    if args.table:
+        with open(args.table) as file:
+            return print(table(json.load(file)))
     hidden, inner, experts, tokens, heads = (128, 64, 4, 64, 4) if args.small else (2048, 768, 16, 4096, 32)
     if args.device == "cpu":
         torch.cuda.current_device = lambda: "cpu"  # type: ignore
@@ -64,8 +70,7 @@ def main() -> None:
 
     result: dict[str, Any] = {
         "recipe": args.recipe,
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "torch": torch.__version__,
+        **provenance(torch.cuda.get_device_name() if args.device == "cuda" else "cpu", "torch", "transformers"),
         "megatron_core": __import__("megatron.core").core.__version__,
         "sizes": {"hidden": hidden, "moe_inner": inner, "experts": experts, "tokens": tokens},
         "layers": [],
@@ -80,6 +85,20 @@ def main() -> None:
     if args.out:
         with open(args.out, "w") as file:
             file.write(text + "\n")
+
+
+def table(result: dict[str, Any]) -> str:
+    """The layers as a Markdown table; times as a ratio to the Hugging Face layers'."""
+    lines = [
+        "| layer | dtype | Q(w) | output | input gradient | weight gradient | time, × Hugging Face's |",
+        "|" + "---|" * 7,
+    ]
+    for row in result["layers"]:
+        apart = [f"{row[n]:.1e}" if row[n] else "equal" for n in ("output", "grad_input", "grad_weight")]
+        same = "equal" if row["weights_equal"] else "differs"
+        ratio = row["ms_megatron"] / row["ms_hugging_face"]
+        lines.append(f"| {row['layer']} | {row['dtype']} | {same} | {' | '.join(apart)} | {ratio:.2f} |")
+    return "\n".join(lines)
 
 
 def compare(
