@@ -2,8 +2,9 @@
 
     python experiments/probes/join.py FOLDER
 
-They must be of the same weights, code and versions; the matrix and the claims are formed of all of them, as `mxrl probe
-all` does in one process. Numbers of prompts may differ.
+They must be of the same weights, versions and machine; the matrix and the claims are formed of all of them, as `mxrl
+probe all` does in one process. Numbers of prompts may differ. So may commits, where a later one didn't change what the
+earlier probes measure: the joined file then has `commits`, each probe's own, and `commit` names all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mxrl.probes.run import PROBES, together
 from mxrl.report.files import write_atomically
 from mxrl.report.probe import DATA, rebuild, to_text
 
-SAME = ("schema", "files", "versions", "commit", "device", "machine")
+SAME = ("schema", "files", "versions", "device", "machine")
 
 
 def join(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -28,11 +29,14 @@ def join(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
             if data[key] != first[key]:
                 raise ValueError(f"{name} and {first_name} differ in {key}: {data[key]} and {first[key]}")
     results = {p: d["results"][p] for p in PROBES for d in found.values() if p in d["results"]}
+    commits = {p: d["commit"] for d in found.values() for p in d["results"]}
     missing = {p: f"{p} isn't among the results that were joined" for p in PROBES if p not in results}
     return first | {
         "results": results,
         "skipped": missing | {k: v for d in found.values() for k, v in d["skipped"].items()},
         "settings": first["settings"] | {"probes": list(results)},
+        "commit": ", ".join(sorted(set(commits.values()))),
+        "commits": commits,
         **together(results),
         "seconds": {p: s for d in found.values() for p, s in d["seconds"].items()},
         "created": max(d["created"] for d in found.values()),

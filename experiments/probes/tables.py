@@ -102,7 +102,8 @@ def about(models: list[Model]) -> str:
     data = [m.data for m in models]
     versions = {", ".join(f"{k} {v}" for k, v in d["versions"].items()) for d in data}
     devices = sorted({f"{d['device']}, {d['machine']}" for d in data})
-    commits = sorted({d["commit"][:7] + ("+dirty" if d["commit"].endswith("+dirty") else "") for d in data})
+    found = {commit for d in data for commit in d["commit"].split(", ")}  # a joined page may have several
+    commits = sorted(c[:7] + ("+dirty" if c.endswith("+dirty") else "") for c in found)
     days = sorted({d["created"][:10] for d in data})
     return (
         f"{'; '.join(devices)}; {'; '.join(sorted(versions))}; {', '.join(days)}. "
