@@ -150,9 +150,8 @@ class Worker:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=work, args=(theirs, device), daemon=True)
         former = dict(os.environ)
-        if device.startswith("cuda"):  # it sees this GPU alone, and PyTorch grows memory in place, for it is shared
+        if device.startswith("cuda"):  # it sees this GPU alone
             os.environ["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2] or "0"
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         try:
             self.process.start()
         finally:

@@ -9,6 +9,9 @@ while the run is unfinished, and the same command continues from it.
 The step. Weights are bf16 with float32 masters (AdamW on the masters); a batch is drawn with replacement by
 a generator seeded with (seed, step), sorted by length and cut into micro-batches trimmed to their longest row, so
 that short guesses don't pay for long solutions. Loss: mean cross-entropy over the completion's tokens.
+
+Long solutions (experiments/long_responses): `--init` goes on from a policy, `--batch-tokens` bounds a step by its
+tokens, `--grow` begins with the shortest examples, so that copying is learned where it is easy.
 """
 
 from __future__ import annotations
@@ -30,12 +33,23 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from mxrl.rl.chain import ALPHABET, Difficulty, Mixture, Problem, chain_problems, chain_prompts, solution, style_of
+from mxrl.rl.chain import (
+    ALPHABET,
+    STYLES,
+    Difficulty,
+    Mixture,
+    Problem,
+    chain_problems,
+    chain_prompts,
+    solution,
+    style_of,
+)
 from mxrl.rl.evaluate import evaluate, paired_interval
-from mxrl.rl.policy import build_policy, char_tokenizer, load_folder, save_policy
+from mxrl.rl.policy import PolicyError, build_policy, char_tokenizer, load_folder, resolve_model, save_policy
 from mxrl.rl.rewards import chain_reward
 
 CHUNK = 10_000
+SHORTEST = 0.1  # of the examples: where --grow begins
 EOS_ID = 2
 IDS = bytes.maketrans(ALPHABET.encode(), bytes(range(3, 3 + len(ALPHABET))))
 
@@ -45,6 +59,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--kind", default="dense", choices=["dense", "moe"])
     p.add_argument("--size", default="base", help="base, small (dense only) or tiny")
+    p.add_argument(
+        "--init", metavar="MODEL", help="train this on (policy:dense, a folder); --kind and --size don't count"
+    )
     p.add_argument("--mixture", default="default", help="a name of mxrl.rl.chain.MIXTURES, or a .json table")
     p.add_argument("--numbers", type=int, nargs=2, default=(3, 7), metavar=("MIN", "MAX"))
     p.add_argument("--digits", type=int, nargs=2, default=(1, 4), metavar=("MIN", "MAX"))
@@ -52,7 +69,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--minutes", type=float, help="train this long (the schedule then follows the clock)")
     p.add_argument("--steps", type=int, help="train this many steps (exactly reproducible)")
     p.add_argument("--batch", type=int, default=2048)
+    p.add_argument("--batch-tokens", type=int, help="bound a step's tokens; --batch is then the most examples")
     p.add_argument("--micro", type=int, default=2, help="micro-batches a step, by length")
+    p.add_argument(
+        "--grow",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of the training in which longer and longer examples come in; 0: all from the start",
+    )
     p.add_argument("--examples", type=int, default=2_000_000)
     p.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     p.add_argument("--lr", type=float, default=2e-3)
@@ -70,6 +95,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args = p.parse_args(argv)
     if args.steps is None and args.minutes is None and not args.eval_only:
         p.error("give --steps or --minutes")
+    if not 0 <= args.grow < 1:
+        p.error(f"--grow {args.grow} must be a share from 0 to below 1")
+    if args.batch_tokens is not None and args.batch_tokens < args.micro:
+        p.error(f"--batch-tokens {args.batch_tokens} must be at least --micro {args.micro}")
     return args
 
 
@@ -81,7 +110,7 @@ def encode_chunk(job: tuple[int, int, int, Mixture, Difficulty]) -> tuple[np.nda
     seed, index, count, mixture, difficulty = job
     rng = random.Random(f"styles/{seed}/{index}")
     prompts = chain_prompts(f"{seed}/{index}", "train", difficulty)
-    width = longest(difficulty)
+    width = longest(difficulty, mixture)
     tokens = np.zeros((count, width), np.uint8)
     lengths = np.zeros((2, count), np.int16)
     for i in range(count):
@@ -93,10 +122,19 @@ def encode_chunk(job: tuple[int, int, int, Mixture, Difficulty]) -> tuple[np.nda
     return tokens, lengths[0], lengths[1]
 
 
-def longest(difficulty: Difficulty) -> int:
-    """Tokens of the longest example: a prompt of n numbers, a careful solution, the end token."""
+def longest(difficulty: Difficulty, mixture: Mixture) -> int:
+    """Tokens that no example is longer than: a prompt of n numbers, a solution in the longest style, the end token."""
     n, d = difficulty.numbers[1], difficulty.digits[1]
-    return n * (d + 1) + (n - 1) * (4 + 1 + d + 1 + 4) + (n - 1) + 4 + 1
+    operand = d + 1  # with its operator
+    lines = (n - 1) * (4 + operand + 1 + 4)
+    if "rewrite" in styles(mixture):
+        lines = max(lines, (n - 1) * 4 + operand * (n - 1) * (n - 2) // 2)
+    return n * operand + lines + (n - 1) + 4 + 1
+
+
+def styles(mixture: Mixture) -> tuple[str, ...]:
+    """The styles that it holds."""
+    return tuple(style for style in STYLES if any(row.get(style) for row in mixture.table.values()))
 
 
 def make_data(args: argparse.Namespace, difficulty: Difficulty, mixture: Mixture) -> tuple[torch.Tensor, ...]:
@@ -110,10 +148,34 @@ def make_data(args: argparse.Namespace, difficulty: Difficulty, mixture: Mixture
             parts = pool.map(encode_chunk, jobs, chunksize=1)
     else:
         parts = [encode_chunk(job) for job in jobs]
-    return tuple(torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True))
+    tokens, prompts, totals = (torch.from_numpy(np.concatenate(column)) for column in zip(*parts, strict=True))
+    return tokens[:, : int(totals.max())].contiguous(), prompts, totals
 
 
 # --- training ------------------------------------------------------------------------------------------------------
+
+
+def draw_batch(args: argparse.Namespace, totals: torch.Tensor, step: int, done: float) -> list[torch.Tensor]:
+    """A step's micro-batches: places of examples in the data, by length. totals: tokens of each; done: 0 … 1."""
+    generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+    if done < args.grow:
+        share = SHORTEST + (1 - SHORTEST) * done / args.grow
+        places = totals.argsort(stable=True)[: max(1, int(share * len(totals)))]
+    else:
+        places = None
+    batch = torch.randint(len(totals) if places is None else len(places), (args.batch,), generator=generator)
+    batch = batch if places is None else places[batch]
+    if args.batch_tokens is not None:
+        batch = batch[: max(1, int((totals[batch].cumsum(0) <= args.batch_tokens).sum()))]
+    batch = batch[totals[batch].argsort(stable=True)]
+    if args.batch_tokens is None:
+        return list(batch.chunk(args.micro))
+    parts, start = [], 0
+    for end in range(1, len(batch) + 1):  # as many rows as --batch-tokens / --micro holds, padded to the longest
+        if end == len(batch) or (end + 1 - start) * int(totals[batch[end]]) > args.batch_tokens // args.micro:
+            parts.append(batch[start:end])
+            start = end
+    return parts
 
 
 def completion_loss(
@@ -171,14 +233,13 @@ def train(
         if done >= 1:
             break
         rate = args.lr * min(1.0, (step + 1) / args.warmup) * 0.5 * (1 + math.cos(math.pi * done))
-        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-        batch = torch.randint(len(data[0]), (args.batch,), generator=generator)
-        batch = batch[data[2][batch].argsort(stable=True)]
+        parts = draw_batch(args, data[2], step, done)
+        batch = torch.cat(parts)
         count = int((data[2][batch] - data[1][batch]).sum())
         for master in masters:
             master.grad = torch.zeros_like(master)
         loss = torch.zeros((), device=args.device)
-        for part in batch.chunk(args.micro):
+        for part in parts:
             width = min(tokens.shape[1], math.ceil(int(data[2][part[-1]]) / 16) * 16 + 1)
             rows = part.to(args.device)
             total, aux = completion_loss(forward, tokens[rows, :width].long(), prompts[rows], totals[rows])
@@ -224,7 +285,8 @@ def train(
 
 def measure(args: argparse.Namespace, folder: Path, problems: list[Problem]) -> dict[str, Any]:
     """Greedy and sampled accuracy of the saved bf16 policy; greedy under every recipe, with paired differences."""
-    budget = max(len(solution(problem)) for problem in problems) + 1
+    known = styles(Mixture.load(args.mixture))
+    budget = max(len(solution(problem, style)) for problem in problems for style in known) + 1
     common: dict[str, Any] = {"reward": chain_reward, "max_new_tokens": budget, "style": style_of, "batch_size": 2048}
 
     def loaded() -> Any:
@@ -240,14 +302,20 @@ def measure(args: argparse.Namespace, folder: Path, problems: list[Problem]) -> 
     )
     found = {"greedy": greedy.to_dict(), "sampled": sampled.to_dict(), "recipes": {}}
     found["sampled"]["pass_at_k"] = sum(score > 0 for score in sampled.scores) / len(problems)
-    for style in ("careful", "skip", "guess"):  # what each style is worth: sampled accuracy given the style
-        hits = [
-            chain_reward([text], [problem.answer])[0]
-            for problem, texts in zip(problems, sampled.completions, strict=True)
-            for text in texts
-            if style_of(text) == style
-        ]
-        found["sampled"][f"accuracy_{style}"] = sum(hits) / len(hits) if hits else None
+    for style in sorted({*STYLES[:3], *known}, key=STYLES.index):  # what a style is worth: sampled accuracy given it
+        hits: dict[int, list[float]] = {}
+        for problem, texts in zip(problems, sampled.completions, strict=True):
+            right = [
+                r
+                for r in chain_reward(
+                    [t for t in texts if style_of(t) == style],
+                    [problem.answer] * sum(style_of(t) == style for t in texts),
+                )
+            ]
+            hits.setdefault(problem.meta["group"], []).extend(right)
+        every = [r for right in hits.values() for r in right]
+        found["sampled"][f"accuracy_{style}"] = sum(every) / len(every) if every else None
+        found["sampled"][f"by_group_{style}"] = {g: [sum(hits[g]), len(hits[g])] for g in sorted(hits)}
     for recipe in args.recipes:
         from mxrl import convert
 
@@ -260,6 +328,21 @@ def measure(args: argparse.Namespace, folder: Path, problems: list[Problem]) -> 
             **result.to_dict(), "minus_bf16": list(interval), "seconds": round(time.monotonic() - began, 2)
         }  # fmt: skip
     return found
+
+
+def starting_model(args: argparse.Namespace, tokens: int) -> Any:
+    """Fresh weights, or those of --init; float32, with positions for examples of that many tokens."""
+    if args.init:
+        model = load_folder(resolve_model(args.init), dtype=torch.float32)[0]
+        if model.config.vocab_size != len(ALPHABET) + 3:
+            raise PolicyError(
+                f"--init {args.init}: {model.config.vocab_size} tokens, not the {len(ALPHABET) + 3} of chains"
+            )
+    else:
+        model = build_policy(args.kind, size=args.size, seed=args.seed)
+    # rotary positions have no table: the number only says for how many tokens the policy is meant
+    model.config.max_position_embeddings = max(model.config.max_position_embeddings, 256 * math.ceil(tokens / 256))
+    return model
 
 
 def brief(name: str, row: dict[str, Any]) -> str:
@@ -287,7 +370,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{len(data[0])} examples in {record['data_seconds']} s, mean {data[2].float().mean():.1f} tokens",
             flush=True,
         )
-        model = build_policy(args.kind, size=args.size, seed=args.seed)
+        model = starting_model(args, data[0].shape[1])
         if args.experts:
             model.set_experts_implementation(args.experts)
         record["parameters"] = sum(p.numel() for p in model.parameters())
@@ -299,7 +382,9 @@ def main(argv: list[str] | None = None) -> int:
                 print(json.dumps(row), flush=True)
 
             record |= train(args, model, data, state_file, log)
-        save_policy(model, char_tokenizer(), folder)
+        tokenizer = char_tokenizer()
+        tokenizer.model_max_length = model.config.max_position_embeddings
+        save_policy(model, tokenizer, folder)
     problems = chain_problems(seed=0, n=args.eval_n, split="test", difficulty=difficulty)
     record |= measure(args, folder, problems)
     if args.eval_only and (args.out / "eval.json").exists():  # what is known of the training stays

@@ -314,6 +314,8 @@ def train(
         print(f"greedy accuracy {summary['accuracy_before']:.4f} → {summary['accuracy_after']:.4f}; see {run.out}")
     if summary["status"] == "interrupted":
         raise Stopped("", 130)  # the run has said so, and how to go on
+    if summary["status"] != "done":  # it has ended earlier, and raised an error then
+        raise Stopped(f"{run.out} holds a run that has {summary['status']}: {summary['reason']}", 1)
 
 
 @app.command()

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 tests/integration/ranks_worker.py OPTIONS.json      (or python, for one process)
 
 <out>/seen-RANK.pt: the tokens drawn, the digests of the quantized weights that each rollout decoded with (noise
-included), and the first update's gradients, whole.
+included), the first update's gradients, whole, and whether each micro-batch's gradients were reduced at once.
 """
 
 import functools
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from tiny_grpo import digits
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 import mxrl.rl.train as module
@@ -42,6 +43,10 @@ class Watch(TrainerCallback):
     def __init__(self, seen, die):
         self.seen, self.die = seen, die
 
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        """Between the micro-batches of an update: gradients are shards only if they were reduced after each."""
+        self.seen["reduced"] = all(isinstance(p.grad, DTensor) for p in model.parameters())
+
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         if "gradients" not in self.seen:
             pairs = ((canonical_name(n), p.grad) for n, p in model.named_parameters() if p.grad is not None)
@@ -52,7 +57,7 @@ class Watch(TrainerCallback):
 
 def main() -> None:
     options = json.loads(Path(sys.argv[1]).read_text())
-    die, extra = options.pop("die", None), options.pop("trainer", {})
+    die, nan, extra = options.pop("die", None), options.pop("nan", None), options.pop("trainer", {})
     module.GRPOConfig = functools.partial(module.GRPOConfig, **extra)  # what `mxrl train` has no option for
     torch.set_num_threads(1)
     chain = get_task("chain")
@@ -67,8 +72,13 @@ def main() -> None:
         return rollout
 
     real_sample, trl_rollout.sample = trl_rollout.sample, sample
-    trainer = module.GRPOTrainer
-    module.GRPOTrainer = lambda *args, **kwargs: trainer(*args, callbacks=[Watch(seen, die)], **kwargs)
+
+    class Trainer(module.GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            wrong = nan and self.state.global_step + 1 == nan["step"] and ranks.rank() == nan["rank"]
+            return super()._compute_loss(model, inputs) * (float("nan") if wrong else 1.0)
+
+    module.GRPOTrainer = lambda *args, **kwargs: Trainer(*args, callbacks=[Watch(seen, die)], **kwargs)
     code = cli.main(["train", *(f"--{name}={value}" for name, value in options.items())])
     if code == 0:
         torch.save(seen, Path(options["out"]) / f"seen-{os.environ.get('RANK', '0')}.pt")

@@ -109,6 +109,8 @@ def test_two_processes_compute_what_one_does(kind, runs):
         for name, gradient in one["gradients"].items():
             error = (rank["gradients"][name] - gradient).norm() / gradient.norm()
             assert gradient.norm() > 0 and error < 1e-5, name
+    # where weights are gathered for every pass, gradients are reduced after every pass: none is whole in between
+    assert [rank["reduced"] for rank in two] == [kind == "moe"] * 2
     # three steps: tokens the same, and the numbers to a thousandth
     for row, other in zip(rows, theirs, strict=True):
         assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-3)
@@ -154,6 +156,20 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on(runs, tmp_path):
     last, straight = numbers(tmp_path / "alone")[-1], numbers(folder / "dense-1")[-1]
     assert last["step"] == 3 and last["rollout"] == straight["rollout"] and last["num_tokens"] == straight["num_tokens"]
     assert last["grad_norm"] == pytest.approx(straight["grad_norm"], rel=1e-2)
+
+
+def test_a_loss_that_is_no_number_on_one_rank_ends_both_with_the_reason(runs, tmp_path):
+    folder, _ = runs
+    began = time.monotonic()
+    result = run(tmp_path / "nan", 2, folder / "dense", recipe=CASES["dense"], nan={"step": 3, "rank": 1})
+    assert result.returncode != 0 and time.monotonic() - began < 60
+    lines = [line for line in result.stderr.splitlines() if line.startswith("mxrl: ")]
+    assert lines and not any("has ended" in line for line in lines)
+    for line in lines:
+        assert re.match(r"mxrl: rank \d: step 3: the loss is nan \(", line) and line.endswith("checkpoint-2 is kept")
+    summary = json.loads((tmp_path / "nan" / "summary.json").read_text())
+    assert (summary["status"], summary["kept"]) == ("diverged", "checkpoints/checkpoint-2")
+    assert summary["reason"] in lines[0] and [row["step"] for row in numbers(tmp_path / "nan")] == [1, 2]
 
 
 def test_two_processes_go_on_from_the_checkpoint_of_one(runs, tmp_path):

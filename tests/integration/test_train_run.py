@@ -5,11 +5,17 @@ import os
 import signal
 
 import pytest
+import torch
 import yaml
+from peft import PeftModel
 from tiny_grpo import digits
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import mxrl.rl.train as module
+from mxrl import cli
+from mxrl.report.runs import read_run
+from mxrl.rl import collapse
+from mxrl.rl.adapters import lora_config
 from mxrl.rl.config import ConfigError, TrainConfig
 from mxrl.rl.policy import build_policy, char_tokenizer, save_policy
 from mxrl.rl.tasks import Task, get_task
@@ -110,15 +116,62 @@ def test_ctrl_c_ends_after_the_step_and_keeps_it(policy, tmp_path, monkeypatch, 
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_run_that_diverges_says_so_and_keeps_the_reason(policy, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "options, kept, said",
+    [
+        ({"save_every": 1}, "checkpoints/checkpoint-2", "checkpoint-2 is kept"),
+        ({"save_every": 5}, None, "no checkpoint is kept, as the first is saved after step 5"),
+        ({"save_every": 0}, None, "no checkpoint is kept, as save_every is 0"),
+    ],
+)
+def test_a_run_that_diverges_says_so_and_keeps_the_reason(policy, tmp_path, monkeypatch, options, kept, said):
     def poison():
-        raise NonFiniteError("step 1: the loss is nan")
+        raise NonFiniteError("step 3: the loss is nan")
 
-    acting(monkeypatch, 1, poison)
-    with pytest.raises(NonFiniteError):
-        train(config(policy, tmp_path, steps=2, eval_problems=0))
+    acting(monkeypatch, 3, poison)
+    with pytest.raises(NonFiniteError, match=f"^step 3: the loss is nan; .*{said}$"):
+        train(config(policy, tmp_path, eval_problems=0, **options))
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "diverged" and summary["reason"] == "step 1: the loss is nan"
+    assert summary["status"] == "diverged" and summary["reason"] == "step 3: the loss is nan"
+    assert summary["kept"] == kept and (kept is None or (tmp_path / kept / "model.safetensors").is_file())
+
+
+def test_a_policy_that_collapses_ends_the_run_and_the_best_checkpoint_stays(policy, tmp_path, monkeypatch, capsys):
+    """Made to collapse: from the fifth rollout on no completion gets a reward."""
+    calls = []
+
+    def reward(completions, answer, **columns):
+        if len(completions) == 8:  # a rollout's; an evaluation has 7 problems
+            calls.append(1)
+        right = [float(i % 3 == 0) for i in range(len(completions))]
+        return [0.0 if len(calls) > 4 else r for r in right]
+
+    chain = get_task("chain")
+    monkeypatch.setattr(module, "get_task", lambda name: Task("chain", chain.load, reward, chain.options))
+    monkeypatch.setattr(collapse, "ROLLOUTS", 4)
+    monkeypatch.setattr(collapse, "PROMPTS", 1)
+    options = {"steps": 20, "save_every": 1, "eval_problems": 7, "eval_every": 0, "eval_samples": 2}
+    settings = [f"--{k}={v}" for k, v in config(policy, tmp_path, **options).to_dict().items() if v not in (None, {})]
+    assert cli.main(["train", *settings]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("mxrl: step 8: the policy has collapsed: in the last 4 rollouts all samples of a prompt had")
+    assert line.endswith("checkpoints/checkpoint-4 is kept")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["kept"]) == ("collapsed", "checkpoints/checkpoint-4") and summary["steps"] == 8
+    assert summary["reason"] in line and summary["accuracy_after"] == 0 == summary["sampled_after"]
+    steps = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, 9)) and not (tmp_path / "model").exists()
+    # the last two, and the best of all; the step that was found to be lost has none
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*")) == [
+        "checkpoint-4", "checkpoint-6", "checkpoint-7",
+    ]  # fmt: skip
+    assert train(config(policy, tmp_path, **options)) == summary
+    assert cli.main(["train", *settings]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"holds a run that has collapsed: {summary['reason']}")
+    assert read_run(tmp_path).ending() == f"collapsed at step 8 of 20: {summary['reason']}"
+
+    result = train(config(policy, tmp_path, stop_collapsed=False, **options))
+    assert result["status"] == "done" and [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")][-1] == 20
 
 
 def test_a_folder_of_another_run_is_refused_and_can_be_replaced(policy, tmp_path):
@@ -133,11 +186,87 @@ def test_a_folder_of_another_run_is_refused_and_can_be_replaced(policy, tmp_path
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
 
 
+def test_the_first_and_last_evaluation_also_sample(policy, tmp_path):
+    options = {"eval_every": 1, "steps": 2, "eval_samples": 3, "save_model": False}
+    result = train(config(policy, tmp_path / "a", **options))
+    first, middle, last = read_rows(tmp_path / "a" / "evals.jsonl")
+    assert "sampled" not in middle and set(middle) == set(first) - {"sampled"}
+    for row, accuracy in ((first, result["sampled_before"]), (last, result["sampled_after"])):
+        sampled = row["sampled"]
+        assert set(sampled) == {
+            "samples", "accuracy", "entropy_per_token", "mean_tokens", "truncated", "distinct", "scores",
+        }  # fmt: skip
+        assert sampled["samples"] == 3 and len(sampled["scores"]) == row["n"] == 8
+        assert sampled["accuracy"] == accuracy == pytest.approx(sum(sampled["scores"]) / 8, abs=1e-6)
+        assert 1 < sampled["distinct"] <= 3  # an untrained policy draws different completions
+        assert all(score == round(score, 6) for score in sampled["scores"])
+    colder = train(config(policy, tmp_path / "b", **options, temperature=0.01))
+    assert read_rows(tmp_path / "b" / "evals.jsonl")[0]["sampled"]["distinct"] == 1  # the run's temperature
+    assert colder["sampled_before"] != result["sampled_before"]
+
+
+def test_without_eval_samples_nothing_is_drawn(policy, tmp_path):
+    result = train(config(policy, tmp_path, steps=1, save_model=False))
+    assert result["sampled_before"] is None is result["sampled_after"]
+    assert all("sampled" not in row for row in read_rows(tmp_path / "evals.jsonl"))
+
+
+QERL = "nvfp4+w4a16+aqn+aqn_target=norm"
+
+
+@pytest.mark.parametrize("kind, layers", [("dense", 14), ("moe", 8)])  # an MoE's experts stay frozen
+def test_adapters_on_a_frozen_quantized_base(tmp_path, monkeypatch, capsys, kind, layers):
+    base, folder = build_policy(kind, size="tiny", seed=0), tmp_path / "policy"
+    save_policy(base, char_tokenizer(), folder, dtype=torch.float32)
+    options = {"recipe": QERL, "lora_rank": 4, "lr": 1e-2, "eval_problems": 0, "eval_every": 0}
+    train(config(str(folder), tmp_path / "a", **options))
+    assert ("the experts stay frozen" in capsys.readouterr().err) is (kind == "moe")
+    rows = read_rows(tmp_path / "a" / "metrics.jsonl")
+    assert all(row["grad_norm"] > 0 and row["aqn/effective_sigma"] > 0 for row in rows)
+    info = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())["run"]
+    assert 0 < info["trained_parameters"] < 0.25 * info["parameters"]
+
+    # model/ is an adapter's folder, which PEFT puts on the base
+    saved = json.loads((tmp_path / "a" / "model" / "adapter_config.json").read_text())
+    assert (saved["r"], saved["lora_alpha"]) == (4, 8.0) and not (
+        tmp_path / "a" / "model" / "model.safetensors"
+    ).exists()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "a" / "model")
+    trained = {name: value for name, value in model.state_dict().items() if "lora_B" in name}
+    assert len(trained) == layers and all(value.abs().max() > 0 for value in trained.values())
+    frozen = {name: value for name, value in model.get_base_model().state_dict().items() if "lora_" not in name}
+    assert all(torch.equal(v, frozen[k if k in frozen else k.replace(".weight", ".base_layer.weight")])
+               for k, v in base.state_dict().items())  # fmt: skip
+
+    with monkeypatch.context() as patched:
+        acting(patched, 4, kill)
+        with pytest.raises(SystemError):
+            train(config(str(folder), tmp_path / "b", **options))
+    train(config(str(folder), tmp_path / "b", **options))
+    assert numbers(tmp_path / "b") == numbers(tmp_path / "a")
+    a, b = ((tmp_path / x / "model" / "adapter_model.safetensors").read_bytes() for x in "ab")
+    assert a == b
+
+
+def test_adapters_that_can_not_be(policy, tmp_path, monkeypatch):
+    skipping = config(policy, tmp_path, recipe="bf16", lora_rank=4)
+    with pytest.raises(ConfigError, match=r"lora_rank=4: .* one process, and 2 were started"):
+        lora_config(skipping, None, processes=2)
+    moe = build_policy("moe", size="tiny")
+    only_experts = config(policy, tmp_path, recipe="mxfp4+skip=*.self_attn", lora_rank=4)
+    with pytest.raises(ConfigError, match="converts no linear layer"):
+        lora_config(only_experts, moe)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"model": "no/such/folder"}, "model 'no/such/folder'"),
         ({"device": "cuda"}, "no CUDA device"),
+        (
+            {"task": "gsm8k", "task_options": {"path": "g.jsonl"}},
+            r"path=g\.jsonl: gsm8k .* name both files by \{split\}",
+        ),
         ({"prompts": 1}, "unknown option 'prompts'"),
     ],
 )

@@ -42,6 +42,10 @@ def test_what_it_writes_it_reads(tmp_path):
         ({"steps": 0}, "steps=0 must be positive"),
         ({"lr": float("nan")}, "lr=nan must be positive"),
         ({"eval_every": -1}, "eval_every=-1 must not be negative"),
+        ({"eval_samples": -1}, "eval_samples=-1 must not be negative"),
+        ({"lora_rank": -4}, "lora_rank=-4 must not be negative"),
+        ({"lora_rank": 4, "lora_alpha": 0}, "lora_alpha=0.0 must be positive"),
+        ({"lora_alpha": 16}, "lora_alpha=16 needs lora_rank"),
         ({"samples_per_prompt": 1}, "at least 2"),
         ({"loss": "grop"}, r"loss='grop' \(did you mean 'grpo'\?\) is none of"),
         (

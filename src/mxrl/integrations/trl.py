@@ -344,23 +344,24 @@ class GRPOTrainer(ShardedTrainer):
             self._shared = self._blocks.enter_context(shared_weights(model))
         with self.record.phase("update"):  # less the phases inside it: rollout, reward, score, monitor
             loss = super().training_step(*args, **kwargs)
-        if not bool(torch.isfinite(loss).all()):
-            raise NonFiniteError(self._diagnosis("loss", float(loss)))
+        # of several processes one alone may see it, and the others would wait for it: `log` sees what all of them share
+        if self.accelerator.num_processes == 1 and not bool(torch.isfinite(loss).all()):
+            raise NonFiniteError(self._diagnosis("loss", float(loss), self.state.global_step + 1))
         return loss
 
-    def _diagnosis(self, what: str, value: float) -> str:
+    def _diagnosis(self, what: str, value: float, step: int) -> str:
         seen = [f"{name} {number:.3g}" for name, number in {**self.record.rollout, **self.record.gap.metrics()}.items()
                 if name in ("rollout/entropy", "gap/mean_abs", "gap/max_abs", "aqn/sigma")]  # fmt: skip
         return (
-            f"step {self.state.global_step + (what == 'loss')}: the {what} is {value} ({', '.join(seen)}); "
+            f"step {step}: the {what} is {value} ({', '.join(seen)}); "
             f"recipe {self.recipe}, learning rate {self.args.learning_rate:g}: training can't go on from here"
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.model.training and "loss" in logs:
-            norm = logs.get("grad_norm")
-            if norm is not None and not math.isfinite(norm):
-                raise NonFiniteError(self._diagnosis("gradient norm", float(norm)))
+            for what, value in (("loss", logs["loss"]), ("gradient norm", logs.get("grad_norm"))):
+                if value is not None and not math.isfinite(value):
+                    raise NonFiniteError(self._diagnosis(what, float(value), self.state.global_step))
             if self.accelerator.num_processes > 1:
                 self.record.slowest(gather_object([self.record.seconds]))
             logs.update(self.record.metrics(self._metrics["train"]))

@@ -106,6 +106,8 @@ class ShardedTrainer(TrlTrainer):
             self._patch_again(self.replica.model)
             self.reshard = self._reshards((self.args.fsdp_config or {}).get("reshard_after_forward"))
             shard(model, reshard_after_forward=self.reshard)
+            if self.reshard:  # there is no room for whole gradients either, which FSDP2 keeps where it doesn't reduce
+                self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         return super()._prepare_for_training(*args, **kwargs)
 
     def _reshards(self, asked: bool | None) -> bool:

@@ -28,7 +28,8 @@ CONFIG, METRICS, EVALS, SUMMARY = "config.yaml", "metrics.jsonl", "evals.jsonl",
 # Options that change neither the policy that comes out nor what is measured of it: runs that differ in them are alike.
 # The seed is what the runs of a group differ in.
 NOT_COMPARED = (
-    "out", "seed", "eval_every", "eval_batch", "monitor_every", "save_every", "save_model", "reshard",
+    "out", "seed", "eval_every", "eval_batch", "eval_samples", "monitor_every", "save_every", "save_model", "reshard",
+    "stop_collapsed",
 )  # fmt: skip
 UNFINISHED = "unfinished"
 

@@ -6,6 +6,7 @@ A problem is a chain of numbers, worked from left to right (no precedence), each
     careful     37+85=122;122*4=488;488-612=9876#9876        every step is written
     skip        37+85*4=488;488-612=9876#9876                two operations a line
     guess       #9876                                        the answer at once
+    rewrite     122*4-612;488-612;9876#9876                  each line is what is left of the chain
 
 The operands of + and − have 1 to 4 digits, those of × are 2 to 9; the alphabet is ten digits and `+-*=;#`.
 
@@ -15,6 +16,11 @@ long ones, is hasty when it decodes greedily although careful solutions are in r
 The style is decided by single tokens (`#` first: guess; an operator where `=` could stand: skip), so greedy decoding
 takes the branch with more than half of the mass at each of the two: P(guess) against the rest, then careful
 against skip.
+
+Length. A careful solution grows with the chain's numbers, a rewritten one with their square, since every line copies
+the rest: 5 numbers take about 45 tokens, 15 about 350, 38 about 2200, although the arithmetic is the same, one
+operation a line. That is how a policy of a few million parameters writes thousands of tokens that all matter: one
+wrong digit, in a result or in a copy, and the answer is wrong (experiments/long_responses).
 
 Splits are disjoint by construction: a problem is of the test split when the hash of its prompt says so, whatever the
 seed, the sizes or the difficulty.
@@ -33,11 +39,12 @@ from typing import Any
 
 MODULUS = 10_000
 ALPHABET = "0123456789+-*=;#"
-STYLES = ("careful", "skip", "guess")
+STYLES = ("careful", "skip", "guess", "rewrite")
 SPLITS = ("train", "test")
 TEST_SHARE = 16  # one prompt in 16 belongs to the test split
 _CHAIN = re.compile(r"\d+(?:[+\-*]\d+)+=")
 _LINE = re.compile(r"\d+([+\-*]\d+)+=\d+")
+_REWRITTEN = re.compile(r"(\d+([+\-*]\d+)+;)*\d+")
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,8 @@ def chain_result(prompt: str) -> int:
 def solution(problem: Problem | str, style: str = "careful") -> str:
     """The right solution in a style, ending in `#answer` (no end-of-sequence token).
 
-    `careful` has a line an operation, `skip` a line for two (the last may hold one), `guess` none. With one
-    operation careful and skip are the same text.
+    `careful` has a line an operation, `skip` a line for two (the last may hold one), `guess` none, `rewrite` a line an
+    operation that holds its result and the rest of the chain. With one operation careful and skip are the same text.
     """
     if style not in STYLES:
         raise ValueError(f"unknown style {style!r}; possible: {', '.join(STYLES)}")
@@ -126,8 +133,14 @@ def solution(problem: Problem | str, style: str = "careful") -> str:
     if style == "guess":
         return f"#{chain_result(prompt)}"
     value, steps = parse_chain(prompt)
-    stride = 1 if style == "careful" else 2
     lines = []
+    if style == "rewrite":
+        rest = [f"{op}{operand}" for op, operand in steps]
+        for done, (op, operand) in enumerate(steps, 1):
+            value = _apply(value, op, operand)
+            lines.append(f"{value}{''.join(rest[done:])}")
+        return f"{';'.join(lines)}#{value}"
+    stride = 1 if style == "careful" else 2
     for start in range(0, len(steps), stride):
         left = str(value)
         for op, operand in steps[start : start + stride]:
@@ -138,7 +151,7 @@ def solution(problem: Problem | str, style: str = "careful") -> str:
 
 
 def style_of(completion: str) -> str:
-    """`careful`, `skip`, `guess`, or `other` (no `#`, or lines that are no equations), right or wrong alike.
+    """`careful`, `skip`, `guess`, `rewrite`, or `other` (no `#`, or lines of neither kind), right or wrong alike.
 
     One merged line makes a completion `skip`.
     """
@@ -147,6 +160,8 @@ def style_of(completion: str) -> str:
         return "other"
     if not work:
         return "guess"
+    if _REWRITTEN.fullmatch(work):
+        return "rewrite"
     lines = work.split(";")
     if not all(_LINE.fullmatch(line) for line in lines):
         return "other"
@@ -192,7 +207,7 @@ class Mixture:
 
 
 def _rows(*rows: tuple[int, float, float, float]) -> dict[int, dict[str, float]]:
-    return {n: dict(zip(STYLES, row, strict=True)) for n, *row in rows}
+    return {n: dict(zip(STYLES[:3], row, strict=True)) for n, *row in rows}
 
 
 #                                            numbers careful skip guess
@@ -210,6 +225,8 @@ MIXTURES = {
         # One style: the prototype's near-deterministic policy, and the ceiling of what the careful style reaches.
         Mixture("careful", _rows((3, 1.0, 0.0, 0.0))),
         Mixture("uniform", _rows((3, 1 / 3, 1 / 3, 1 / 3))),
+        # Long answers: greedy decoding skips, whatever the length; rewriting is as likely at every length.
+        Mixture("long", {3: {"rewrite": 0.40, "skip": 0.45, "guess": 0.15}}),
     )
 }  # fmt: skip
 

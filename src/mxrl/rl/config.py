@@ -58,6 +58,9 @@ class TrainConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     micro_batch: int | None = None  # sequences a forward-backward pass; None: 1024 on a GPU, 64 on a CPU
+    # what is trained
+    lora_rank: int = 0  # 0: all weights; else adapters of this rank on the quantized layers, which stay frozen
+    lora_alpha: float | None = None  # the adapter's output is scaled by alpha / rank; None: 2 × rank
     # numbers and devices
     device: str = "auto"  # cuda where there is one
     precision: str = "auto"  # bf16 (autocast over float32 master weights) on a GPU that has it, else fp32
@@ -69,7 +72,9 @@ class TrainConfig:
     eval_problems: int = 512  # 0: no evaluation at all
     eval_seed: int = 0  # of the held-out problems: the same for every run that is to be compared
     eval_batch: int = 1024
+    eval_samples: int = 0  # completions a held-out problem that the first and last evaluation also draw; 0: none
     monitor_every: int = 20  # steps; weights' ErrorStats, logit noise, decoding gap; 0: never
+    stop_collapsed: bool = True  # end a run whose policy has collapsed (rl/collapse.py); the best checkpoint is kept
     save_every: int = 25  # steps; 0: no checkpoints, so no resuming either
     save_model: bool = True  # the trained policy, as a Hugging Face folder
 
@@ -78,14 +83,20 @@ class TrainConfig:
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _typed(f.name, getattr(self, f.name)))
         positive = ("steps", "prompts_per_step", "temperature", "rollout_batch", "updates_per_rollout", "iterations",
-                    "lr", "micro_batch", "max_new_tokens", "eval_batch", "tis_cap")  # fmt: skip
+                    "lr", "micro_batch", "max_new_tokens", "eval_batch", "tis_cap", "lora_alpha")  # fmt: skip
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value} must be positive")
-        for name in ("eval_every", "eval_problems", "monitor_every", "save_every", "warmup", "max_grad_norm"):
+        not_negative = ("eval_every", "eval_problems", "eval_samples", "monitor_every", "save_every", "warmup",
+                        "max_grad_norm", "lora_rank")  # fmt: skip
+        for name in not_negative:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
+        if self.lora_alpha is not None and not self.lora_rank:
+            raise ConfigError(
+                f"lora_alpha={self.lora_alpha:g} needs lora_rank: with rank 0 there is no adapter to scale"
+            )
         if self.samples_per_prompt < 2:
             raise ConfigError(f"samples_per_prompt={self.samples_per_prompt}: advantages need at least 2 in a group")
         for name, options in CHOICES.items():

@@ -5,6 +5,7 @@
     chain         built in: chained arithmetic for character-level policies (rl/chain.py)
     gsm_symbolic  reasoning_gym's generated grade-school problems (extra `train`, nothing is downloaded)
     gsm8k         the hub's openai/gsm8k, or a local .jsonl/.parquet with `question` and `answer`
+                  (`{split}` in its path stands for train or test: a path without it is one file for both)
     dapo-math     the hub's BytedTsinghua-SIA/DAPO-Math-17k, or a local file of the same columns
 
 Seeds. `seed` decides which problems are drawn and in which order (generated tasks), or permutes the rows (data
@@ -118,7 +119,7 @@ def _gsm_symbolic(*, seed: int | None, n: int | None, split: str, difficulty: fl
 
 
 def _gsm8k(*, seed: int | None, n: int | None, split: str, path: str | None = None) -> list[Problem]:
-    rows = _read(path, "gsm8k") if path else _hub("gsm8k", GSM8K_HUB, split, config="main")
+    rows = _read(path.replace("{split}", split), "gsm8k") if path else _hub("gsm8k", GSM8K_HUB, split, config="main")
     problems = []
     for index, row in enumerate(rows):
         question, worked = _column(row, "gsm8k", index, "question"), _column(row, "gsm8k", index, "answer")

@@ -4,9 +4,12 @@
 
     <out>/config.yaml     every option, and under `run` what it ran on: device, versions, commit, pinned settings
     <out>/metrics.jsonl   a line for each optimizer step (integrations/trl.py says what is in it)
-    <out>/evals.jsonl     a line for each evaluation: greedy accuracy, and right or wrong for each problem
-    <out>/checkpoints/    the last two, each with the optimizer's, the sampler's and AQN's state
-    <out>/model/          the trained policy: its unquantized master weights, a plain Hugging Face folder
+    <out>/evals.jsonl     a line for each evaluation: greedy accuracy, right or wrong for each problem; before and after
+                          the run also accuracy, entropy and scores of `eval_samples` drawn completions a problem
+    <out>/checkpoints/    the last ones, and the best by the rollouts' accuracy; each with the optimizer's, the
+                          sampler's and AQN's state
+    <out>/model/          the trained policy: its unquantized master weights, a plain Hugging Face folder; with
+                          lora_rank the adapter's folder, as PEFT writes it (the base model stays where it is)
     <out>/summary.json    before, after, and how it went; written last
 
 Resuming cuts both .jsonl files back to the checkpoint's step, so they read as if nothing had happened.
@@ -33,17 +36,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
 from mxrl.integrations.trl import GRPOConfig, GRPOTrainer, NonFiniteError
-from mxrl.integrations.trl_shards import complete_checkpoints
 from mxrl.provenance import provenance
 from mxrl.report.files import write_atomically
 from mxrl.rl import ranks
+from mxrl.rl.adapters import lora_config
 from mxrl.rl.chain import STYLES, solution, style_of
+from mxrl.rl.collapse import CollapsedError
 from mxrl.rl.config import ConfigError, TrainConfig
 from mxrl.rl.evaluate import Evaluation, evaluate
+from mxrl.rl.folder import CHECKPOINTS, CONFIG, MAY_DIFFER, SUMMARY, advice, cut, open_run, read_rows, summarize
 from mxrl.rl.keeper import Keeper, stop_signals
 from mxrl.rl.policy import resolve_model
 from mxrl.rl.rewards import chain_answer, gsm8k_answer, text_of
 from mxrl.rl.tasks import get_task, load_task
+
+__all__ = ["MAY_DIFFER", "CollapsedError", "NonFiniteError", "read_rows", "run_from_cli", "train"]
 
 GENERATED = ("chain", "gsm_symbolic")  # tasks with as many problems as are asked for
 ANSWER_OF: dict[str, Callable[[str], Any]] = {
@@ -51,25 +58,27 @@ ANSWER_OF: dict[str, Callable[[str], Any]] = {
     "gsm_symbolic": gsm8k_answer,
     "gsm8k": gsm8k_answer,
 }
-MAY_DIFFER = ("save_every", "save_model", "eval_batch", "reshard")  # of the options, when a run is resumed
 
 
 def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
     """Run it, or go on with it; returns the summary, whose "status" is "done" or "interrupted".
 
     resume: "auto" goes on from the last complete checkpoint in `config.out` if there is one, and returns the summary
-        of a run that has ended ("done", or "diverged"); "never" starts over, replacing what a former run left there.
-    Raises ConfigError, TaskError, PolicyError for what can't be run, NonFiniteError when the loss is no longer finite.
+        of a run that has ended ("done", "diverged", "collapsed"); "never" starts over, replacing what a former run
+        left there.
+    Raises ConfigError, TaskError, PolicyError for what can't be run, NonFiniteError when the loss is no longer finite,
+    CollapsedError when the policy has collapsed (collapse.py says what that is). Those two have a summary as well, with
+    "reason" and the checkpoint that is "kept".
     """
     if resume not in ("auto", "never"):
         raise ConfigError(f"resume='{resume}': possible are auto and never")
     out = Path(config.out)
     device, bf16 = _device(config)
     ranks.start(device)
-    checkpoint, ended = ranks.on_first(lambda: _open(out, config, resume))
+    checkpoint, ended = ranks.on_first(lambda: open_run(out, config, resume))
     if ended is not None:
         return ended
-    with ranks.watching(lambda: _advice(out)):
+    with ranks.watching(lambda: advice(out)):
         return _run(config, out, checkpoint, device, bf16)
 
 
@@ -85,6 +94,7 @@ def _run(config: TrainConfig, out: Path, checkpoint: Path | None, device: str, b
         _arguments(config, out, device, bf16, tokens),
         _dataset(config),
         processing_class=tokenizer,
+        peft_config=lora_config(config, model, ranks.count()),
         recipe=config.recipe,
         score=config.score,
         answer_of=ANSWER_OF.get(config.task),
@@ -93,9 +103,9 @@ def _run(config: TrainConfig, out: Path, checkpoint: Path | None, device: str, b
         rollout_batch_size=config.rollout_batch,
     )
     run = {**config.to_dict(), "run": _run_info(trainer, device)}
-    ranks.on_first(lambda: write_atomically(out / "config.yaml", yaml.safe_dump(run, sort_keys=False)))
+    ranks.on_first(lambda: write_atomically(out / CONFIG, yaml.safe_dump(run, sort_keys=False)))
 
-    def measure() -> Evaluation:
+    def measure(samples: int) -> Evaluation:
         with trainer.rollout_policy() as (policy, _):
             return evaluate(
                 policy,
@@ -103,24 +113,39 @@ def _run(config: TrainConfig, out: Path, checkpoint: Path | None, device: str, b
                 held_out,
                 reward=task.reward,
                 max_new_tokens=tokens,
+                samples=max(1, samples),
+                temperature=config.temperature if samples else 0.0,
+                seed=config.eval_seed,  # the same draws for every run that is to be compared
                 batch_size=config.eval_batch,
                 style=style_of if config.task == "chain" else None,
                 group=dist.group.WORLD if ranks.count() > 1 else None,
             )
 
-    keeper = Keeper(config, out, trainer.record.phase, measure if held_out else None)
+    rows, evals = ranks.on_first(lambda: cut(out, int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else -1))
+    keeper = Keeper(config, out, trainer.record.phase, measure if held_out else None, rows, evals)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(keeper)
-    ranks.on_first(lambda: _cut(out, int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else -1))
+
+    def lost(status: str, reason: str, kept: list[Path]) -> str:
+        """Write how a run has ended that can't go on; returns the line that says so."""
+        if ranks.rank() == 0:
+            result = summarize(config, out, status, step=trainer.state.global_step, pinned=trainer.pinned)
+            result |= {"reason": reason, "kept": str(kept[0].relative_to(out)) if kept else None}
+            write_atomically(out / SUMMARY, json.dumps(result, indent=1))
+        if kept:
+            return f"{reason}; {kept[0]} is kept"
+        why = "save_every is 0" if not config.save_every else f"the first is saved after step {config.save_every}"
+        return f"{reason}; no checkpoint is kept, as {why}"
+
     try:
         with stop_signals(keeper):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except NonFiniteError as error:
-        if ranks.rank() == 0:
-            result = {**_summary(config, out, trainer, "diverged"), "reason": str(error)}
-            write_atomically(out / "summary.json", json.dumps(result, indent=1))
-        raise
+    except NonFiniteError as error:  # of several processes all raise it, and none waits for another any more
+        raise NonFiniteError(lost("diverged", str(error), keeper.checkpoints()[-1:])) from error
     step = trainer.state.global_step
+    if keeper.collapsed:
+        keeper.evaluate(step)
+        raise CollapsedError(ranks.on_first(lambda: lost("collapsed", keeper.collapsed, keeper.good())))
     done = step >= config.steps * config.updates
     if done:
         keeper.evaluate(step)
@@ -128,9 +153,9 @@ def _run(config: TrainConfig, out: Path, checkpoint: Path | None, device: str, b
             _save_model(trainer, tokenizer, out / "model")
 
     def end() -> dict[str, Any]:
-        result = _summary(config, out, trainer, "done" if done else "interrupted")
+        result = summarize(config, out, "done" if done else "interrupted", step=step, pinned=trainer.pinned)
         if done:
-            write_atomically(out / "summary.json", json.dumps(result, indent=1))
+            write_atomically(out / SUMMARY, json.dumps(result, indent=1))
         else:
             print(f"stopped after step {step}; the same command goes on from there", file=sys.stderr)
         return result
@@ -190,6 +215,12 @@ def _dataset(config: TrainConfig) -> Any:
 def _held_out(config: TrainConfig) -> list[Any]:
     if not config.eval_problems:
         return []
+    path = config.task_options.get("path")
+    if config.task == "gsm8k" and path is not None and "{split}" not in str(path):  # the others split one file
+        raise ConfigError(
+            f"task_options path={path}: gsm8k would be evaluated on the problems that it trains on; name both files by "
+            "{split} (gsm8k-{split}.jsonl is gsm8k-train.jsonl and gsm8k-test.jsonl), or set eval_problems=0"
+        )
     return load_task(config.task, seed=config.eval_seed, n=config.eval_problems, split="test", **config.task_options)
 
 
@@ -219,7 +250,7 @@ def _reward(task: str) -> Callable[..., list[float]]:
 def _arguments(config: TrainConfig, out: Path, device: str, bf16: bool, max_new_tokens: int) -> GRPOConfig:
     micro, passes = config.batches(device, ranks.count())
     return GRPOConfig(
-        output_dir=str(out / "checkpoints"),
+        output_dir=str(out / CHECKPOINTS),
         seed=config.seed,
         use_cpu=device == "cpu",
         fsdp=ranks.count() > 1 or None,  # type: ignore[arg-type]  # transformers takes True, its annotation doesn't
@@ -253,7 +284,8 @@ def _arguments(config: TrainConfig, out: Path, device: str, bf16: bool, max_new_
         logging_steps=1,
         save_strategy="steps" if config.save_every else "no",
         save_steps=max(1, config.save_every * config.updates),
-        save_total_limit=2,  # not 1: the former one stays until the new one is complete
+        # the former one stays until the new one is complete, and the last good one (see keeper.py) whatever comes
+        save_total_limit=3 if config.stop_collapsed else 2,
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=device == "cuda",
@@ -273,53 +305,8 @@ def _run_info(trainer: GRPOTrainer, device: str) -> dict[str, Any]:
         "pinned": trainer.pinned,
         "quantized_parameters": trainer.conversion.quantized_parameters,
         "parameters": trainer.conversion.parameters,
+        "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
     }
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def _open(out: Path, config: TrainConfig, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
-    """Prepare the folder: the checkpoint to go on from, or None, and the summary of a run that has ended, or None.
-
-    Refuses a folder that holds another run.
-    """
-    former = out / "config.yaml"
-    if resume == "never" and former.is_file():
-        for name in ("checkpoints", "model"):
-            shutil.rmtree(out / name, ignore_errors=True)
-        for name in ("summary.json", "metrics.jsonl", "evals.jsonl", "config.yaml"):
-            (out / name).unlink(missing_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
-    if not former.is_file():
-        return None, None
-    theirs = TrainConfig.from_options(former).to_dict()
-    for name, value in config.to_dict().items():
-        if theirs[name] != value and name not in (*MAY_DIFFER, "out"):
-            raise ConfigError(
-                f"{out} holds a run with {name}={theirs[name]}, not {value}: give another out, or resume='never'"
-            )
-    found = complete_checkpoints(out / "checkpoints")
-    summary = out / "summary.json"
-    return found[-1] if found else None, json.loads(summary.read_text()) if summary.is_file() else None
-
-
-def _advice(out: Path) -> str:
-    """What to do when a run's process has ended too early."""
-    found = complete_checkpoints(out / "checkpoints")
-    return f"the same command goes on from {found[-1].name}" if found else "it has no checkpoint, so it starts over"
-
-
-def _cut(out: Path, step: int) -> None:
-    """Drop the lines of later steps than the checkpoint's (and a last line that a kill left unfinished)."""
-    for name in ("metrics.jsonl", "evals.jsonl"):
-        path = out / name
-        if path.is_file():
-            kept = []
-            for line in path.read_text().splitlines(keepends=True):
-                if line.endswith("\n") and json.loads(line)["step"] <= step:
-                    kept.append(line)
-            write_atomically(path, "".join(kept))
 
 
 def _save_model(trainer: GRPOTrainer, tokenizer: Any, folder: Path) -> None:
@@ -333,37 +320,3 @@ def _save_model(trainer: GRPOTrainer, tokenizer: Any, folder: Path) -> None:
         temporary.replace(folder)
 
     ranks.on_first(finish)
-
-
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl or evals.jsonl; empty when there is none."""
-    path = Path(path)
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
-def _summary(config: TrainConfig, out: Path, trainer: GRPOTrainer, status: str) -> dict[str, Any]:
-    rows, evals = read_rows(out / "metrics.jsonl"), read_rows(out / "evals.jsonl")
-    last = rows[-10:]
-
-    def mean(name: str) -> float | None:
-        values = [row[name] for row in last if row.get(name) is not None]
-        return sum(values) / len(values) if values else None
-
-    before, after = (evals[0]["accuracy"], evals[-1]["accuracy"]) if evals else (None, None)
-    names = ("reward", "accuracy", "completions/mean_length", "entropy", "gap/mean_abs", "gap/k3", "gap/ess",
-             "gap/truncated", "group/distinct_answers", "grad_norm", "time/step", "time/rollout")  # fmt: skip
-    return {
-        "status": status,
-        "recipe": config.recipe,
-        "model": config.model,
-        "task": config.task,
-        "seed": config.seed,
-        "steps": trainer.state.global_step // config.updates,
-        "accuracy_before": before,
-        "accuracy_after": after,
-        "accuracy_gain": None if before is None or after is None else after - before,
-        "eval_problems": config.eval_problems,
-        "last_10": {name: mean(name) for name in names},
-        "seconds": sum(row.get("time/step") or 0.0 for row in rows),
-        "pinned": trainer.pinned,
-    }

@@ -1,0 +1,101 @@
+"""results/ from the folders that run.sh filled: small rows, from which tables.py makes every figure of the page.
+
+    python experiments/gsm8k_qwen05b/collect.py out/gsm8k     its evals/ and runs/, whatever is there → results/*.jsonl
+
+    evals.jsonl    a row a recipe, untrained: untrained.py's, without its example texts
+    runs.jsonl     a row a run: options, what it ran on, how it ended, its evaluations with a digit a problem
+    steps.jsonl    a row a step: the columns that the page or a reader's first questions need, to 6 digits
+
+A part that the folder has nothing of stays as it is in results/.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mxrl.report.files import write_atomically
+from mxrl.report.runs import Run, is_run, read_run
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+COLUMNS = (
+    "step", "reward", "accuracy", "loss", "grad_norm", "entropy", "completions/mean_length", "completions/max_length",
+    "completions/clipped_ratio", "frac_reward_zero_std", "group/distinct_answers", "num_tokens", "rollout/tokens",
+    "rollout/entropy", "aqn/sigma", "aqn/effective_sigma", "gap/k1", "gap/k3", "gap/pearson", "gap/chi2", "gap/ess",
+    "gap/mean_abs", "gap/max_abs", "gap/truncated", "logits/sigma_eta", "weights/rel_mse", "decode/flipped",
+    "time/sync", "time/rollout", "time/score", "time/reward", "time/update", "time/eval", "time/monitor", "time/step",
+)  # fmt: skip
+
+
+def short(value: Any) -> Any:
+    """A float to 6 significant digits, in lists and mappings too: a metric has no more."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: short(v) for name, v in value.items()}
+    return [short(v) for v in value] if isinstance(value, list) else value
+
+
+def evaluation(row: dict[str, Any]) -> dict[str, Any]:
+    """A committed row of an untrained recipe."""
+    return {name: short(value) for name, value in row.items() if name != "examples"}
+
+
+def run_row(name: str, run: Run) -> dict[str, Any]:
+    """A committed row of a run; its sampled scores become a digit a problem, the number of right samples."""
+    evals = []
+    for row in run.evals:
+        row = {key: value for key, value in row.items() if key not in ("styles", "by_group")}
+        if sampled := row.get("sampled"):
+            right = "".join(str(round(score * sampled["samples"])) for score in sampled["scores"])
+            row["sampled"] = {key: value for key, value in sampled.items() if key != "scores"} | {"right": right}
+        evals.append(short(row))
+    return {
+        "run": name,
+        "state": run.state,
+        "reason": run.reason,
+        "last_step": run.last_step,
+        "options": {key: value for key, value in run.options.items() if key != "out"},
+        "info": run.info,
+        "evals": evals,
+    }
+
+
+def collect(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Rows by the name of their file. Raises ValueError where the folder has neither evaluations nor runs."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    files = folder / "evals" / "evals.jsonl"
+    if files.is_file():
+        found["evals"] = [evaluation(json.loads(line)) for line in files.read_text().splitlines()]
+    runs = {}
+    for config in sorted((folder / "runs").glob("**/config.yaml")):
+        if is_run(config.parent):
+            runs[str(config.parent.relative_to(folder / "runs"))] = read_run(config.parent)
+    if runs:
+        found["runs"] = [run_row(name, run) for name, run in runs.items()]
+        found["steps"] = [
+            {"run": name, **{column: short(row[column]) for column in COLUMNS if row.get(column) is not None}}
+            for name, run in runs.items()
+            for row in run.rows
+        ]
+    if not found:
+        raise ValueError(f"{folder} has no evals/evals.jsonl and no run in runs/: give the folder that run.sh fills")
+    return found
+
+
+def main(folder: Path) -> None:
+    for name, rows in collect(folder).items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        print(f"{write_atomically(RESULTS / f'{name}.jsonl', text)}: {len(rows)} rows, {len(text) / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: collect.py FOLDER, the one that run.sh fills (out/gsm8k)")
+    try:
+        main(Path(sys.argv[1]))
+    except ValueError as error:
+        sys.exit(f"collect.py: {error}")

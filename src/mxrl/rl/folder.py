@@ -1,0 +1,111 @@
+"""A run's folder: what is in it when a run starts, goes on or ends. train.py says which files there are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mxrl.integrations.trl_shards import complete_checkpoints
+from mxrl.report.files import write_atomically
+from mxrl.rl.config import ConfigError, TrainConfig
+
+CONFIG, METRICS, EVALS, SUMMARY = "config.yaml", "metrics.jsonl", "evals.jsonl", "summary.json"
+CHECKPOINTS = "checkpoints"
+MAY_DIFFER = ("save_every", "save_model", "stop_collapsed", "eval_batch", "reshard")  # when a run is resumed
+
+Row = dict[str, Any]
+
+
+def open_run(out: Path, config: TrainConfig, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
+    """Prepare the folder: the checkpoint to go on from, or None, and the summary of a run that has ended, or None.
+
+    Refuses a folder that holds another run.
+    """
+    former = out / CONFIG
+    if resume == "never" and former.is_file():
+        for name in (CHECKPOINTS, "model"):
+            shutil.rmtree(out / name, ignore_errors=True)
+        for name in (SUMMARY, METRICS, EVALS, CONFIG):
+            (out / name).unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    if not former.is_file():
+        return None, None
+    theirs = TrainConfig.from_options(former).to_dict()
+    for name, value in config.to_dict().items():
+        if theirs[name] != value and name not in (*MAY_DIFFER, "out"):
+            raise ConfigError(
+                f"{out} holds a run with {name}={theirs[name]}, not {value}: give another out, or resume='never'"
+            )
+    found, ended, summary = complete_checkpoints(out / CHECKPOINTS), None, out / SUMMARY
+    if summary.is_file():
+        ended = json.loads(summary.read_text())
+        if ended["status"] == "collapsed" and not config.stop_collapsed:  # asked to go on all the same
+            summary.unlink()
+            ended = None
+    return found[-1] if found else None, ended
+
+
+def advice(out: Path) -> str:
+    """What to do when a run's process has ended too early."""
+    found = complete_checkpoints(out / CHECKPOINTS)
+    return f"the same command goes on from {found[-1].name}" if found else "it has no checkpoint, so it starts over"
+
+
+def cut(out: Path, step: int) -> tuple[list[Row], list[Row]]:
+    """Drop the lines of later steps than the checkpoint's (and a last line that a kill left unfinished).
+
+    Returns what is left of metrics.jsonl and of evals.jsonl.
+    """
+    for name in (METRICS, EVALS):
+        path = out / name
+        if path.is_file():
+            kept = []
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+            write_atomically(path, "".join(kept))
+    return read_rows(out / METRICS), read_rows(out / EVALS)
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """The rows of a run's metrics.jsonl or evals.jsonl; empty when there is none."""
+    path = Path(path)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def summarize(config: TrainConfig, out: Path, status: str, *, step: int, pinned: dict[str, Any]) -> Row:
+    """What summary.json says of a run that is at this optimizer step, from the rows that it has written."""
+    rows, evals = read_rows(out / METRICS), read_rows(out / EVALS)
+    last = rows[-10:]
+
+    def mean(name: str) -> float | None:
+        values = [row[name] for row in last if row.get(name) is not None]
+        return sum(values) / len(values) if values else None
+
+    first, last_eval = (evals[0], evals[-1]) if evals else ({}, {})
+    before, after = first.get("accuracy"), last_eval.get("accuracy")
+
+    def sampled(row: dict[str, Any]) -> float | None:
+        return row["sampled"]["accuracy"] if "sampled" in row else None
+
+    names = ("reward", "accuracy", "completions/mean_length", "entropy", "gap/mean_abs", "gap/k3", "gap/ess",
+             "gap/truncated", "group/distinct_answers", "grad_norm", "time/step", "time/rollout")  # fmt: skip
+    return {
+        "status": status,
+        "recipe": config.recipe,
+        "model": config.model,
+        "task": config.task,
+        "seed": config.seed,
+        "steps": step // config.updates,
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "accuracy_gain": None if before is None or after is None else after - before,
+        "sampled_before": sampled(first),
+        "sampled_after": sampled(last_eval) if last_eval is not first else None,
+        "eval_problems": config.eval_problems,
+        "last_10": {name: mean(name) for name in names},
+        "seconds": sum(row.get("time/step") or 0.0 for row in rows),
+        "pinned": pinned,
+    }
