@@ -155,16 +155,20 @@ def make_data(args: argparse.Namespace, difficulty: Difficulty, mixture: Mixture
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-def draw_batch(args: argparse.Namespace, totals: torch.Tensor, step: int, done: float) -> list[torch.Tensor]:
-    """A step's micro-batches: places of examples in the data, by length. totals: tokens of each; done: 0 … 1."""
+def draw_batch(
+    args: argparse.Namespace, totals: torch.Tensor, by_length: torch.Tensor, step: int, done: float
+) -> list[torch.Tensor]:
+    """A step's micro-batches: places of examples in the data, by length.
+
+    totals: tokens of each example; by_length: their places, the shortest first; done: of the training, 0 … 1.
+    """
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     if done < args.grow:
         share = SHORTEST + (1 - SHORTEST) * done / args.grow
-        places = totals.argsort(stable=True)[: max(1, int(share * len(totals)))]
+        places = by_length[: max(1, int(share * len(totals)))]
+        batch = places[torch.randint(len(places), (args.batch,), generator=generator)]
     else:
-        places = None
-    batch = torch.randint(len(totals) if places is None else len(places), (args.batch,), generator=generator)
-    batch = batch if places is None else places[batch]
+        batch = torch.randint(len(totals), (args.batch,), generator=generator)
     if args.batch_tokens is not None:
         batch = batch[: max(1, int((totals[batch].cumsum(0) <= args.batch_tokens).sum()))]
     batch = batch[totals[batch].argsort(stable=True)]
@@ -225,6 +229,7 @@ def train(
         for weight, master in zip(weights, masters, strict=True):
             weight.copy_(master)
     forward = torch.compile(model, dynamic=True) if args.compile else model
+    by_length = data[2].argsort(stable=True)
     start = last = time.monotonic()
     seen = 0
     while True:
@@ -233,7 +238,7 @@ def train(
         if done >= 1:
             break
         rate = args.lr * min(1.0, (step + 1) / args.warmup) * 0.5 * (1 + math.cos(math.pi * done))
-        parts = draw_batch(args, data[2], step, done)
+        parts = draw_batch(args, data[2], by_length, step, done)
         batch = torch.cat(parts)
         count = int((data[2][batch] - data[1][batch]).sum())
         for master in masters:
@@ -302,20 +307,14 @@ def measure(args: argparse.Namespace, folder: Path, problems: list[Problem]) -> 
     )
     found = {"greedy": greedy.to_dict(), "sampled": sampled.to_dict(), "recipes": {}}
     found["sampled"]["pass_at_k"] = sum(score > 0 for score in sampled.scores) / len(problems)
-    for style in sorted({*STYLES[:3], *known}, key=STYLES.index):  # what a style is worth: sampled accuracy given it
-        hits: dict[int, list[float]] = {}
+    for style in dict.fromkeys((*STYLES[:3], *known)):  # what a style is worth: sampled accuracy given the style
+        hits: dict[int, list[float]] = {}  # by the chain's numbers
         for problem, texts in zip(problems, sampled.completions, strict=True):
-            right = [
-                r
-                for r in chain_reward(
-                    [t for t in texts if style_of(t) == style],
-                    [problem.answer] * sum(style_of(t) == style for t in texts),
-                )
-            ]
-            hits.setdefault(problem.meta["group"], []).extend(right)
-        every = [r for right in hits.values() for r in right]
+            own = [text for text in texts if style_of(text) == style]
+            hits.setdefault(problem.meta["group"], []).extend(chain_reward(own, [problem.answer] * len(own)))
+        every = [right for rights in hits.values() for right in rights]
         found["sampled"][f"accuracy_{style}"] = sum(every) / len(every) if every else None
-        found["sampled"][f"by_group_{style}"] = {g: [sum(hits[g]), len(hits[g])] for g in sorted(hits)}
+        found["sampled"][f"by_group_{style}"] = {str(n): [sum(hits[n]), len(hits[n])] for n in sorted(hits)}
     for recipe in args.recipes:
         from mxrl import convert
 

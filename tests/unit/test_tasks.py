@@ -29,6 +29,7 @@ WORKED = {
     "careful": "37+85=122;122*4=488;488-612=9876#9876",
     "skip": "37+85*4=488;488-612=9876#9876",
     "guess": "#9876",
+    "rewrite": "122*4-612;488-612;9876#9876",
 }
 
 
@@ -60,7 +61,30 @@ def test_every_written_line_is_true_and_follows_from_the_one_before():
             assert str(value) == answer == problem.answer
 
 
-@pytest.mark.parametrize("text", ["", "12", "37+85=122", "37+85=122;#122", "37+=1#1", "37+85=122;;1+1=2#2", "37 #1"])
+def test_every_rewritten_line_is_what_is_left_of_the_chain():
+    for problem in load_task("chain", seed=3, n=300, numbers=(2, 9)):
+        work, answer = solution(problem, "rewrite").split("#")
+        chain = problem.prompt.rstrip("=")
+        for line in work.split(";"):
+            first, rest = re.match(r"(\d+[+*-]\d+)(.*)", chain).groups()
+            assert line == f"{chain_result(first + '=')}{rest}"
+            chain = line
+        assert chain == answer == problem.answer
+
+
+def test_a_rewritten_solution_grows_with_the_square_of_the_chain():
+    def mean(numbers):
+        problems = load_task("chain", seed=0, n=200, numbers=(numbers, numbers), digits=(1, 3))
+        return sum(len(solution(p, "rewrite")) + 1 for p in problems) / 200
+
+    short, mid, long = mean(6), mean(16), mean(41)
+    assert 45 < short < 60 and 320 < mid < 380 and 2200 < long < 2350  # experiments/long_responses counts on them
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "12", "37+85=122", "37+85=122;#122", "37+=1#1", "37+85=122;;1+1=2#2", "37 #1", "1+2;#3", "1+2;3;4+5#9"],
+)
 def test_what_is_no_style_is_called_other(text):
     assert style_of(text) == "other"
 
@@ -68,6 +92,7 @@ def test_what_is_no_style_is_called_other(text):
 def test_wrong_work_still_shows_its_style():
     assert style_of("37+85=999;999*4=1#1") == "careful"
     assert style_of("37+85=122;122*4-612=1#1") == "skip"  # one merged line is enough
+    assert style_of("9*4-612;8-612;1#2") == "rewrite"
 
 
 def test_the_drawn_problems_keep_to_the_difficulty():
@@ -192,6 +217,28 @@ def test_gsm8k_from_a_file(tmp_path):
     assert TASKS["gsm8k"].reward(["so #### 1234."], ["1234"]) == [1.0]
     with pytest.raises(TaskError, match="3 problems asked for, the test split has 2"):
         load_task("gsm8k", path=str(file), split="test", n=3)
+
+
+def gsm8k_row(text):
+    return {"question": text, "answer": "#### 1"}
+
+
+def dapo_row(text):
+    return {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": "1"}}
+
+
+@pytest.mark.parametrize(("task", "row"), [("gsm8k", gsm8k_row), ("dapo-math", dapo_row)])
+def test_split_in_a_path_names_the_split_s_own_file(tmp_path, task, row):
+    texts = {"train": [f"Learn {i}?" for i in range(40)], "test": [f"Asked {i}?" for i in range(40)]}
+    for split, own in texts.items():
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row(text)) + "\n" for text in own))
+    path = str(tmp_path / "{split}.jsonl")
+    for split, own in texts.items():  # all of its problems, whatever their hash says
+        problems = load_task(task, path=path, split=split, seed=None)
+        assert [p.prompt[0]["content"][: len(text)] for p, text in zip(problems, own, strict=True)] == own
+    (tmp_path / "test.jsonl").unlink()
+    with pytest.raises(TaskError, match=r"no such file: .*/test\.jsonl"):
+        load_task(task, path=path, split="test")
 
 
 @pytest.mark.parametrize(

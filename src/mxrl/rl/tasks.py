@@ -5,8 +5,10 @@
     chain         built in: chained arithmetic for character-level policies (rl/chain.py)
     gsm_symbolic  reasoning_gym's generated grade-school problems (extra `train`, nothing is downloaded)
     gsm8k         the hub's openai/gsm8k, or a local .jsonl/.parquet with `question` and `answer`
-                  (`{split}` in its path stands for train or test: a path without it is one file for both)
     dapo-math     the hub's BytedTsinghua-SIA/DAPO-Math-17k, or a local file of the same columns
+
+`{split}` in a path stands for train or test, each of which then is a file of its own. Without it one file serves both:
+dapo-math splits it by the hash, gsm8k does not, so a training run refuses to evaluate on it.
 
 Seeds. `seed` decides which problems are drawn and in which order (generated tasks), or permutes the rows (data
 sets; `seed=None` keeps the file's order). Splits never overlap: gsm8k has its own; the others go by the hash of the
@@ -27,6 +29,7 @@ from mxrl.rl.rewards import Reward, chain_reward, gsm8k_reward, math_reward
 
 GSM8K_HUB = "openai/gsm8k"
 DAPO_HUB = "BytedTsinghua-SIA/DAPO-Math-17k"
+SPLIT = "{split}"  # in a file's path
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'  # verl's
 
 
@@ -119,7 +122,7 @@ def _gsm_symbolic(*, seed: int | None, n: int | None, split: str, difficulty: fl
 
 
 def _gsm8k(*, seed: int | None, n: int | None, split: str, path: str | None = None) -> list[Problem]:
-    rows = _read(path.replace("{split}", split), "gsm8k") if path else _hub("gsm8k", GSM8K_HUB, split, config="main")
+    rows = _read(path.replace(SPLIT, split), "gsm8k") if path else _hub("gsm8k", GSM8K_HUB, split, config="main")
     problems = []
     for index, row in enumerate(rows):
         question, worked = _column(row, "gsm8k", index, "question"), _column(row, "gsm8k", index, "answer")
@@ -133,7 +136,8 @@ def _gsm8k(*, seed: int | None, n: int | None, split: str, path: str | None = No
 
 def _dapo(*, seed: int | None, n: int | None, split: str, path: str | None = None) -> list[Problem]:
     # The hub's file repeats every problem about a hundred times, and has no test split.
-    rows = _read(path, "dapo-math") if path else _hub("dapo-math", DAPO_HUB, "train")
+    own_files = path is not None and SPLIT in path
+    rows = _read(path.replace(SPLIT, split), "dapo-math") if path else _hub("dapo-math", DAPO_HUB, "train")
     found: dict[str, Problem] = {}
     for index, row in enumerate(rows):
         prompt = _column(row, "dapo-math", index, "prompt")
@@ -142,7 +146,7 @@ def _dapo(*, seed: int | None, n: int | None, split: str, path: str | None = Non
             raise TaskError(f"task 'dapo-math': row {index}: 'reward_model' has no 'ground_truth'")
         messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
         key = "\n".join(m["content"] for m in messages)
-        if key not in found and split_of(key) == split:
+        if key not in found and (own_files or split_of(key) == split):
             found[key] = Problem(messages, str(truth), {"task": "dapo-math", "index": index})
     return _take(list(found.values()), seed, n, "dapo-math", split)
 

@@ -1,0 +1,108 @@
+"""results/ from the folder that run.sh fills: small rows, from which tables.py makes every figure of the page.
+
+    python experiments/long_responses/collect.py out/long     its eval.json, log.jsonl and runs/, whatever is there
+
+    policy.jsonl   one row: how the policy was trained, and what it can do, by the chain's numbers
+    runs.jsonl     a row a run: options, what it ran on, how it ended, its evaluations with a digit a problem
+    steps.jsonl    a row a step: the columns that the page needs, to 6 digits
+
+A part that the folder has nothing of stays as it is in results/.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mxrl.report.files import write_atomically
+from mxrl.report.runs import Run, is_run, read_run
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+COLUMNS = (
+    "step", "reward", "entropy", "grad_norm", "completions/mean_length", "completions/max_length",
+    "completions/clipped_ratio", "frac_reward_zero_std", "style/rewrite", "style/skip", "style/guess", "style/careful",
+    "rollout/tokens", "gap/k1", "gap/k3", "gap/pearson", "gap/chi2", "gap/ess", "gap/mean_abs", "gap/max_abs",
+    "gap/truncated", "logits/sigma_eta", "weights/rel_mse", "time/rollout", "time/update", "time/eval",
+    "time/monitor", "time/step",
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+def short(value: Any) -> Any:
+    """A float to 6 significant digits, in lists and mappings too: a metric has no more."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: short(v) for name, v in value.items()}
+    return [short(v) for v in value] if isinstance(value, list) else value
+
+
+def policy_row(folder: Path) -> Row:
+    """The supervised training's settings and last logged step, and its evaluation without per-problem scores."""
+    found = json.loads((folder / "eval.json").read_text())
+    log = folder / "log.jsonl"
+    logged = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+    kept = {key: value for key, value in found.items() if key not in ("greedy", "sampled", "recipes")}
+    kept["settings"] = {key: value for key, value in found["settings"].items() if key != "out"}
+    for decoding in ("greedy", "sampled"):
+        kept[decoding] = {key: value for key, value in found[decoding].items() if key != "scores"}
+    return short(kept | {"last_logged": logged[-1] if logged else None})
+
+
+def run_row(name: str, run: Run) -> Row:
+    """A committed row of a run; its sampled scores become a digit a problem, the number of right samples."""
+    evals = []
+    for row in run.evals:
+        row = {key: value for key, value in row.items() if key != "by_group"}
+        if sampled := row.get("sampled"):
+            right = "".join(str(round(score * sampled["samples"])) for score in sampled["scores"])
+            row["sampled"] = {key: value for key, value in sampled.items() if key != "scores"} | {"right": right}
+        evals.append(short(row))
+    return {
+        "run": name,
+        "state": run.state,
+        "reason": run.reason,
+        "last_step": run.last_step,
+        "options": {key: value for key, value in run.options.items() if key != "out"},
+        "info": run.info,
+        "evals": evals,
+    }
+
+
+def collect(folder: Path) -> dict[str, list[Row]]:
+    """Rows by the name of their file. Raises ValueError where the folder has neither a policy's nor a run's results."""
+    found: dict[str, list[Row]] = {}
+    if (folder / "eval.json").is_file():
+        found["policy"] = [policy_row(folder)]
+    runs: dict[str, Run] = {}
+    for config in sorted((folder / "runs").glob("*/*/s*/config.yaml")):  # LENGTH/RECIPE/sSEED
+        if is_run(config.parent):
+            runs[str(config.parent.relative_to(folder / "runs"))] = read_run(config.parent)
+    if runs:
+        found["runs"] = [run_row(name, run) for name, run in runs.items()]
+        found["steps"] = [
+            {"run": name, **{column: short(row[column]) for column in COLUMNS if row.get(column) is not None}}
+            for name, run in runs.items()
+            for row in run.rows
+        ]
+    if not found:
+        raise ValueError(f"{folder} has no eval.json and no run in runs/: give the folder that run.sh fills")
+    return found
+
+
+def main(folder: Path) -> None:
+    for name, rows in collect(folder).items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        print(f"{write_atomically(RESULTS / f'{name}.jsonl', text)}: {len(rows)} rows, {len(text) / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: collect.py FOLDER, the one that run.sh fills (out/long)")
+    try:
+        main(Path(sys.argv[1]))
+    except ValueError as error:  # ReportError among them
+        sys.exit(f"collect.py: {error}")
