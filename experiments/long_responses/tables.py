@@ -221,20 +221,24 @@ def claims(runs: Runs) -> str:
     return table(["claim", "compared", "here, pp", ""], body, text=2)
 
 
+def came_from(infos: Sequence[Row]) -> str:
+    """Devices; versions; dates; commits of what mxrl.provenance noted beside the results."""
+    devices = {str(info["device"]) for info in infos}
+    versions = {", ".join(f"{name} {version}" for name, version in info["versions"].items()) for info in infos}
+    dates = {info["created"][:10] for info in infos}
+    commits = {mark[:12] + "+dirty" * mark.endswith("+dirty") for info in infos if (mark := info["commit"])}
+    told = [", ".join(sorted(devices)), *sorted(versions), ", ".join(sorted(dates))]
+    return "; ".join([*told, f"commit {', '.join(sorted(commits)) or 'unknown'}"])
+
+
 def about(rows: Sequence[Row], runs: Runs) -> str:
     """Devices, versions, commits and dates of what the results hold, and the runs that did not reach their end."""
     if not (rows or runs):
         return NOT_RUN
-    text = f"The policy: {rows[0].get('device', '—')}; torch {rows[0]['torch']}.\n" if rows else ""
+    text = f"The policy: {came_from([rows[0]['provenance']])}; seed {rows[0]['settings']['seed']}.\n" if rows else ""
     every = [run for own in runs.values() for run in own.values()]
     if every:
-        infos = [run["info"] for run in every]
-        told = [
-            ", ".join(sorted({str(i[name])[:cut] for i in infos})) for name, cut in (("device", 80), ("created", 10))
-        ]
-        versions = {", ".join(f"{n} {v}" for n, v in i["versions"].items()) for i in infos}
-        commits = ", ".join(sorted({str(i["commit"])[:13] for i in infos}))
-        text += f"{len(every)} runs: {told[0]}; {'; '.join(sorted(versions))}; {told[1]}; commit {commits}.\n"
+        text += f"{len(every)} runs: {came_from([run['info'] for run in every])}.\n"
     text += "".join(
         f"* `{run['run']}`: {run['state']} at step {run['last_step']} of {run['options']['steps']}"
         f"{': ' + run['reason'] if run['reason'] else ''}.\n"

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from mxrl.provenance import provenance
 from mxrl.rl.chain import (
     ALPHABET,
     STYLES,
@@ -356,6 +357,7 @@ def main(argv: list[str] | None = None) -> int:
     difficulty = Difficulty(numbers=tuple(args.numbers), digits=tuple(args.digits))
     mixture = Mixture.load(args.mixture)
     folder, state_file = args.out / "policy", args.out / "state.pt"
+    gpu = torch.cuda.get_device_name(args.device) if args.device.startswith("cuda") else None
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     record: dict[str, Any] = {
         "settings": settings, "mixture": {str(n): dict(row) for n, row in mixture.table.items()},
@@ -372,6 +374,7 @@ def main(argv: list[str] | None = None) -> int:
         model = starting_model(args, data[0].shape[1])
         if args.experts:
             model.set_experts_implementation(args.experts)
+        record["provenance"] = provenance(gpu or args.device, "torch", "transformers")
         record["parameters"] = sum(p.numel() for p in model.parameters())
         with (args.out / "log.jsonl").open("a") as file:
 
@@ -389,8 +392,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.eval_only and (args.out / "eval.json").exists():  # what is known of the training stays
         earlier = json.loads((args.out / "eval.json").read_text())
         record = {**earlier, **record, "settings": earlier["settings"], "eval_settings": settings}
-    if args.device == "cuda":
-        record["device"] = torch.cuda.get_device_name()
+    if gpu:
+        record["device"] = gpu
     temporary = args.out / ".eval.json"
     temporary.write_text(json.dumps(record))
     temporary.replace(args.out / "eval.json")

@@ -313,6 +313,19 @@ def test_accuracies_name_what_did_not_end(tables, differences):
     assert untrained[3] == "10.0" and untrained[4].startswith("−10.0 [")
 
 
+def test_where_results_come_from_hides_no_uncommitted_change(tables):
+    def made(commit, device="H200", day="30"):
+        return {"device": device, "created": f"2026-11-{day}T01:02:03", "versions": {"torch": "2"}, "commit": commit}
+
+    clean = "0123456789abcdef"
+    assert tables.came_from([made(clean), made(clean)]) == "H200; torch 2; 2026-11-30; commit 0123456789ab"
+    both = tables.came_from([made(clean), made(f"{clean}+dirty", "B200", "29")])
+    assert both == "B200, H200; torch 2; 2026-11-29, 2026-11-30; commit 0123456789ab, 0123456789ab+dirty"
+    assert tables.came_from([made(None)]).endswith("; commit unknown")
+    row = {"provenance": made(clean), "settings": {"seed": 3}}
+    assert tables.about([row], {}) == "The policy: H200; torch 2; 2026-11-30; commit 0123456789ab; seed 3.\n"
+
+
 def test_nothing_run_is_said(tables, tmp_path):
     assert set(tables.blocks(tmp_path).values()) == {tables.NOT_RUN}
 

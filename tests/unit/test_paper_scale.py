@@ -1,5 +1,5 @@
-"""experiments/paper_scale: counts of the real shapes, the memory formula against what autograd keeps and H200s took, the
-page, and both configurations through `mxrl train` with shrunk copies. About 15 s."""
+"""experiments/paper_scale: counts of the real shapes, the memory formula against what autograd keeps and H200s took,
+the page, and both configurations through `mxrl train` with shrunk copies. About 20 s."""
 
 import dataclasses
 import importlib.util

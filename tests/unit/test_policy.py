@@ -272,7 +272,8 @@ def test_examples_are_the_tokenizers_ids(script, tokenizer):
         styles.add(style_of(work))
     assert styles == {"careful", "skip", "guess"}
     hard = Difficulty(numbers=(7, 7), digits=(4, 4))
-    assert script.encode_chunk((0, 0, 500, Mixture.load("careful"), hard))[2].max() <= script.longest(hard)
+    careful = Mixture.load("careful")
+    assert script.encode_chunk((0, 0, 500, careful, hard))[2].max() <= script.longest(hard, careful)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
