@@ -8,7 +8,7 @@
 #   run.sh pack FILE                  the results of both, without checkpoints and models
 #   run.sh sft-tiny | train-tiny      the same way at a tiny size on a CPU, to try the commands
 #
-#   run.sh sft cuda:0 && run.sh gate && run.sh train cuda:0,cuda:1 300
+#   run.sh sft cuda:0 && run.sh gate && run.sh train cuda:0,cuda:1 370
 set -eu
 cd "$(dirname "$0")/../.."
 here=experiments/long_responses work=${WORK:-out/long} python=${PYTHON:-python}

@@ -24,6 +24,7 @@ import argparse
 import dataclasses
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mxrl
+from mxrl.nn import ConvertError
 from mxrl.nn.shard import decoder_blocks
 from mxrl.recipes import Recipe
 from mxrl.rl.config import ConfigError, TrainConfig
@@ -410,8 +412,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=280, help="tokens of a mean completion")
     parser.add_argument("--sync-each-pass", action="store_true", help="as if gradients were reduced after every pass")
     args = parser.parse_args()
-    config = TrainConfig.from_options(args.yaml)
-    shape = Shape.of(args.config or HERE / "models" / args.yaml.stem, config.recipe)
+    try:
+        config = TrainConfig.from_options(args.yaml)
+        shape = Shape.of(args.config or HERE / "models" / args.yaml.stem, config.recipe)
+    except (ConfigError, ConvertError) as error:
+        sys.exit(f"estimate.py: {error}")
     speed = Speed.measured(model="moe" if shape.experts else "dense")
     lengths = {"prompt": args.prompt, "tokens": args.tokens}
     print(f"{shape.parameters:,} parameters, {shape.quantized:,} quantized, {shape.used:,} used a token")

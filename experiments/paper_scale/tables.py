@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def parts(check: Path = HERE / "results" / "check.jsonl") -> Iterator[tuple[str,
     yield "counts", counts(shapes)
     yield "host", hosts(shapes)
     yield "speed", speeds()
+    if not check.is_file():
+        sys.exit(f"tables.py: {check} is missing; python experiments/paper_scale/check.py makes it")
     rows = [json.loads(line) for line in check.read_text().splitlines()]
     yield "peaks", peaks(rows)
     yield "activations", activations(rows)
