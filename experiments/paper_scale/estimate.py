@@ -182,12 +182,12 @@ def resharded(shape: Shape, config: TrainConfig, card: float) -> bool:
 
 def memory(
     shape: Shape, config: TrainConfig, gpus: int, *, prompt: int, new: int, slots: int, card: float,
-    padded: bool = True, sync_each_pass: bool = False,
+    padded: bool = True,
 ) -> Memory:  # fmt: skip
     """What a GPU holds at its fullest in each phase.
 
     prompt, new: tokens of the longest row. slots: sequences decoded together by one GPU. padded: rows differ in length.
-    sync_each_pass: gradients are reduced after every pass (accelerate's sync_each_batch), which mxrl doesn't do today.
+    Between the passes of an update FSDP2 keeps gradients whole; mxrl reduces them after every pass where it reshards.
     """
     micro, passes = config.batches("cuda", gpus)
     p, pq = shape.parameters, shape.quantized
@@ -208,9 +208,9 @@ def memory(
     if gpus == 1:
         gradients, gathered = 4 * p, 0
     else:
-        whole = passes > 1 and not sync_each_pass
-        gradients = 4 * p if whole else 4 * p / gpus + 4 * max(shape.block, shape.root)
         reshard = resharded(shape, config, card)
+        whole = passes > 1 and not reshard
+        gradients = 4 * p if whole else 4 * p / gpus + 4 * max(shape.block, shape.root)
         gathered = 4 * (2 * shape.block + shape.root) if reshard else 4 * p
     scored = micro * new  # the head scores completions only
     head = 4 * shape.vocab * shape.hidden + 8 * scored * shape.hidden
@@ -261,8 +261,7 @@ class Speed:
 
 
 def seconds(
-    shape: Shape, config: TrainConfig, gpus: int, speed: Speed, *, prompt: int, tokens: float, slots: int, card: float,
-    sync_each_pass: bool = False,
+    shape: Shape, config: TrainConfig, gpus: int, speed: Speed, *, prompt: int, tokens: float, slots: int, card: float
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of a step's phases. tokens: of a mean completion; the longest one is taken to reach the limit."""
     longest = config.max_new_tokens or 300
@@ -278,7 +277,7 @@ def seconds(
     if gpus > 1:
         reshard = resharded(shape, config, card)
         moved = 4 * shape.parameters * (gpus - 1) / gpus
-        reduced = passes if sync_each_pass else config.updates
+        reduced = passes if reshard else config.updates
         times = 2 + (passes * 2 if reshard else config.updates) + reduced  # rollout, score; passes; gradients
         gathers = moved * times / (WIRE["host"] if gpus <= HOST else WIRE["hosts"])
     again = 4 / 3 if config.gradient_checkpointing else 1.0
@@ -340,8 +339,7 @@ class Fit:
 
 
 def fit(
-    shape: Shape, config: TrainConfig, gpus: int, size: int, speed: Speed, *, prompt: int, tokens: float,
-    sync_each_pass: bool = False,
+    shape: Shape, config: TrainConfig, gpus: int, size: int, speed: Speed, *, prompt: int, tokens: float
 ) -> Fit:  # fmt: skip
     """Try micro-batches and slots from the configuration's down, by halves, and last an update's share in one pass.
 
@@ -350,7 +348,7 @@ def fit(
     new = config.max_new_tokens or 300
     room = CARDS[size] * USABLE
     share = config.sequences // gpus
-    options = {"prompt": prompt, "new": new, "card": CARDS[size], "sync_each_pass": sync_each_pass}
+    options = {"prompt": prompt, "new": new, "card": CARDS[size]}
     most = min(config.micro_batch or share, share)
     micros = [most >> i for i in range(int(math.log2(most)) + 1)]
     one_pass = config.sequences // config.updates_per_rollout // gpus
@@ -365,13 +363,12 @@ def fit(
         found = memory(shape, candidate, gpus, slots=count, **options)
         if sum(found.rollout.values()) <= room:
             break
-    took = seconds(shape, candidate, gpus, speed, prompt=prompt, tokens=tokens, slots=count, card=CARDS[size],
-                   sync_each_pass=sync_each_pass)  # fmt: skip
+    took = seconds(shape, candidate, gpus, speed, prompt=prompt, tokens=tokens, slots=count, card=CARDS[size])
     micro, passes = candidate.batches("cuda", gpus)
     return Fit(gpus, micro, passes, count, found, took, found.peak <= room)
 
 
-def table(shape: Shape, config: TrainConfig, speed: Speed, *, prompt: int, tokens: float, sync: bool = False) -> str:
+def table(shape: Shape, config: TrainConfig, speed: Speed, *, prompt: int, tokens: float) -> str:
     """Markdown: a line for each number of GPUs and size of them."""
     lines = [
         "| GPUs | fits | micro-batch × passes | slots | rollout, GB | update, GB | rollout, s | score, s | update, s "
@@ -381,7 +378,7 @@ def table(shape: Shape, config: TrainConfig, speed: Speed, *, prompt: int, token
     for size in CARDS:
         for gpus in COUNTS:
             try:
-                f = fit(shape, config, gpus, size, speed, prompt=prompt, tokens=tokens, sync_each_pass=sync)
+                f = fit(shape, config, gpus, size, speed, prompt=prompt, tokens=tokens)
             except ConfigError:
                 continue
             parts = [f.seconds[name] for name in ("rollout", "score", "update", "traffic")]
@@ -410,7 +407,6 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="the model's folder (default: models/ and the YAML's name)")
     parser.add_argument("--prompt", type=int, default=160, help="tokens of a prompt")
     parser.add_argument("--tokens", type=float, default=280, help="tokens of a mean completion")
-    parser.add_argument("--sync-each-pass", action="store_true", help="as if gradients were reduced after every pass")
     args = parser.parse_args()
     try:
         config = TrainConfig.from_options(args.yaml)
@@ -420,9 +416,9 @@ def main() -> None:
     speed = Speed.measured(model="moe" if shape.experts else "dense")
     lengths = {"prompt": args.prompt, "tokens": args.tokens}
     print(f"{shape.parameters:,} parameters, {shape.quantized:,} quantized, {shape.used:,} used a token")
-    print(table(shape, config, speed, sync=args.sync_each_pass, **lengths))
+    print(table(shape, config, speed, **lengths))
     print()
-    print(breakdown(shape, config, HOST, 141, speed, sync_each_pass=args.sync_each_pass, **lengths))
+    print(breakdown(shape, config, HOST, 141, speed, **lengths))
 
 
 if __name__ == "__main__":

@@ -34,9 +34,6 @@ def parts(check: Path = HERE / "results" / "check.jsonl") -> Iterator[tuple[str,
         speed = Speed.measured(model=kind)
         yield f"{kind} table", table(shape, config, speed, **LENGTHS)
         yield f"{kind} parts", breakdown(shape, config, HOST, 141, speed, **LENGTHS)
-        if kind == "moe":
-            yield "moe synced", table(shape, config, speed, sync=True, **LENGTHS)
-            yield "moe synced parts", breakdown(shape, config, HOST, 141, speed, sync_each_pass=True, **LENGTHS)
     yield "counts", counts(shapes)
     yield "host", hosts(shapes)
     yield "speed", speeds()

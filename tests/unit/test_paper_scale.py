@@ -86,17 +86,15 @@ def test_parts_of_the_memory(estimate):
     config = TrainConfig(prompts_per_step=8, samples_per_prompt=2, micro_batch=4, reshard=True, recipe="mxfp4")
     sizes = {"prompt": 3, "new": 5, "slots": 2, "card": 1e9}
     one, two = (estimate.memory(shape, config, n, **sizes) for n in (1, 2))
-    assert one.update["gradients"] == two.update["gradients"] == 4000  # whole between passes
+    assert one.update["gradients"] == 4000 and two.update["gradients"] == 4000 / 2 + 4 * 400  # reduced after every pass
     assert (one.update["weights"], two.update["weights"], two.update["AdamW"]) == (4000, 2000, 4000)
     assert one.update["gathered"] == 0 and two.update["gathered"] == 4 * (2 * 400 + 200)
     assert one.rollout["quantized weights"] == two.rollout["quantized weights"] == 1600
     assert one.rollout["keys, values"] == 2 * 8 * shape.kv_bytes == 2 * 8 * 2 * 2 * 2 * 4
-    synced = estimate.memory(shape, config, 2, sync_each_pass=True, **sizes)
-    assert synced.update["gradients"] == 4000 / 2 + 4 * 400
-    single = estimate.memory(shape, dataclasses.replace(config, micro_batch=8), 2, **sizes)
-    assert single.update["gradients"] == synced.update["gradients"]  # one pass needs no keeping
     whole = estimate.memory(shape, dataclasses.replace(config, reshard=False), 2, **sizes)
-    assert whole.update["gathered"] == 4000
+    assert whole.update["gathered"] == whole.update["gradients"] == 4000  # whole between passes
+    single = estimate.memory(shape, dataclasses.replace(config, reshard=False, micro_batch=8), 2, **sizes)
+    assert single.update["gradients"] == two.update["gradients"]  # one pass needs no keeping
     checkpointed = estimate.memory(shape, dataclasses.replace(config, gradient_checkpointing=True), 1, **sizes)
     block = 4 * 8 * estimate.saved_per_token(shape, "mxfp4", 8)
     assert one.update["activations"] == 2 * block + 8 * 8 * 32
