@@ -1,4 +1,4 @@
-"""Every figure of README.md, from results/*.jsonl.gz alone.
+"""Every figure of README.md, and the table of the project's own README.md, from results/*.jsonl.gz alone.
 
     python experiments/recipe_table/tables.py            prints the blocks
     python experiments/recipe_table/tables.py --write    puts them between README.md's markers, and draws curves/*.png
@@ -50,6 +50,7 @@ from mxrl.report.runs import Run, step_seconds
 
 HERE = Path(__file__).resolve().parent
 PAGE, CURVES = HERE / "README.md", HERE / "curves"
+FRONT = HERE.parents[1] / "README.md"  # has the overview alone
 LOGS = {"gap_k3": "gap/k3", "gap_chi2": "gap/chi2", "grad_norm": "grad_norm"}  # drawn as log₁₀: a few steps tower
 DRAWN = ("greedy_accuracy", "reward", "entropy", "gap_k3", "gap_pearson", "gap_chi2", "gap_truncated", "grad_norm")
 MISSING = "*Not run yet.*\n"
@@ -438,10 +439,15 @@ def page(text: str, results: Results) -> str:
     return text
 
 
+def front(text: str, results: Results) -> str:
+    return between(text, "overview", blocks(results)["overview"])
+
+
 if __name__ == "__main__":
     found = load()
     if sys.argv[1:] == ["--write"]:
         write_atomically(PAGE, page(PAGE.read_text(encoding="utf-8"), found))
+        write_atomically(FRONT, front(FRONT.read_text(encoding="utf-8"), found))
         print(f"written: {PAGE}, {draw(found)} curves")
     elif sys.argv[1:]:
         sys.exit("usage: tables.py [--write]")

@@ -248,6 +248,8 @@ def test_the_page_is_what_tables_prints(tables):
     text = tables.PAGE.read_text(encoding="utf-8")
     results = tables.load()
     assert tables.page(text, results) == text, "run experiments/recipe_table/tables.py --write"
+    text = tables.FRONT.read_text(encoding="utf-8")
+    assert tables.front(text, results) == text, "run experiments/recipe_table/tables.py --write"
     drawn = {file.name for file in tables.CURVES.glob("*.png")}
     assert drawn == set(tables.images(results)), "run experiments/recipe_table/tables.py --write"
 
