@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mxrl.report.files import write_atomically
-from mxrl.report.runs import Run, is_run, read_run
+from mxrl.report.run_rows import rows_of, short
+from mxrl.report.runs import is_run, read_run
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -30,38 +31,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def short(value: Any) -> Any:
-    """A float to 6 significant digits, in lists and mappings too: a metric has no more."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: short(v) for name, v in value.items()}
-    return [short(v) for v in value] if isinstance(value, list) else value
-
-
 def evaluation(row: dict[str, Any]) -> dict[str, Any]:
     """A committed row of an untrained recipe."""
     return {name: short(value) for name, value in row.items() if name != "examples"}
-
-
-def run_row(name: str, run: Run) -> dict[str, Any]:
-    """A committed row of a run; its sampled scores become a digit a problem, the number of right samples."""
-    evals = []
-    for row in run.evals:
-        row = {key: value for key, value in row.items() if key not in ("styles", "by_group")}
-        if sampled := row.get("sampled"):
-            right = "".join(str(round(score * sampled["samples"])) for score in sampled["scores"])
-            row["sampled"] = {key: value for key, value in sampled.items() if key != "scores"} | {"right": right}
-        evals.append(short(row))
-    return {
-        "run": name,
-        "state": run.state,
-        "reason": run.reason,
-        "last_step": run.last_step,
-        "options": {key: value for key, value in run.options.items() if key != "out"},
-        "info": run.info,
-        "evals": evals,
-    }
 
 
 def collect(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -75,12 +47,7 @@ def collect(folder: Path) -> dict[str, list[dict[str, Any]]]:
         if is_run(config.parent):
             runs[str(config.parent.relative_to(folder / "runs"))] = read_run(config.parent)
     if runs:
-        found["runs"] = [run_row(name, run) for name, run in runs.items()]
-        found["steps"] = [
-            {"run": name, **{column: short(row[column]) for column in COLUMNS if row.get(column) is not None}}
-            for name, run in runs.items()
-            for row in run.rows
-        ]
+        found |= rows_of(runs, COLUMNS)
     if not found:
         raise ValueError(f"{folder} has no evals/evals.jsonl and no run in runs/: give the folder that run.sh fills")
     return found

@@ -34,7 +34,7 @@ from differences import (
 
 from mxrl.probes.intervals import paired
 from mxrl.recipes import Recipe
-from mxrl.report.files import write_atomically
+from mxrl.report.files import between, write_atomically
 
 HERE = Path(__file__).resolve().parent
 PAGE, RESULTS, CURVES = HERE / "README.md", HERE / "results", HERE / "curves"
@@ -345,14 +345,6 @@ def blocks() -> dict[str, str]:
         "speed": speed(runs, steps),
         "memory": memory(),
     }
-
-
-def between(text: str, name: str, content: str) -> str:
-    """`text` with what stands between `<!-- name -->` and `<!-- /name -->` replaced."""
-    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    if text.count(start) != 1 or text.count(end) != 1:
-        raise ValueError(f"README.md needs exactly one {start.strip()} … {end}")
-    return text[: text.index(start) + len(start)] + content + text[text.index(end) :]
 
 
 def page(text: str) -> str:

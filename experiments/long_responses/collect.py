@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from mxrl.report.files import write_atomically
+from mxrl.report.run_rows import Row, rows_of, short
 from mxrl.report.runs import Run, is_run, read_run
 
 HERE = Path(__file__).resolve().parent
@@ -28,16 +28,6 @@ COLUMNS = (
     "gap/truncated", "logits/sigma_eta", "weights/rel_mse", "time/rollout", "time/update", "time/eval",
     "time/monitor", "time/step",
 )  # fmt: skip
-Row = dict[str, Any]
-
-
-def short(value: Any) -> Any:
-    """A float to 6 significant digits, in lists and mappings too: a metric has no more."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: short(v) for name, v in value.items()}
-    return [short(v) for v in value] if isinstance(value, list) else value
 
 
 def policy_row(folder: Path) -> Row:
@@ -52,26 +42,6 @@ def policy_row(folder: Path) -> Row:
     return short(kept | {"last_logged": logged[-1] if logged else None})
 
 
-def run_row(name: str, run: Run) -> Row:
-    """A committed row of a run; its sampled scores become a digit a problem, the number of right samples."""
-    evals = []
-    for row in run.evals:
-        row = {key: value for key, value in row.items() if key != "by_group"}
-        if sampled := row.get("sampled"):
-            right = "".join(str(round(score * sampled["samples"])) for score in sampled["scores"])
-            row["sampled"] = {key: value for key, value in sampled.items() if key != "scores"} | {"right": right}
-        evals.append(short(row))
-    return {
-        "run": name,
-        "state": run.state,
-        "reason": run.reason,
-        "last_step": run.last_step,
-        "options": {key: value for key, value in run.options.items() if key != "out"},
-        "info": run.info,
-        "evals": evals,
-    }
-
-
 def collect(folder: Path) -> dict[str, list[Row]]:
     """Rows by the name of their file. Raises ValueError where the folder has neither a policy's nor a run's results."""
     found: dict[str, list[Row]] = {}
@@ -82,12 +52,7 @@ def collect(folder: Path) -> dict[str, list[Row]]:
         if is_run(config.parent):
             runs[str(config.parent.relative_to(folder / "runs"))] = read_run(config.parent)
     if runs:
-        found["runs"] = [run_row(name, run) for name, run in runs.items()]
-        found["steps"] = [
-            {"run": name, **{column: short(row[column]) for column in COLUMNS if row.get(column) is not None}}
-            for name, run in runs.items()
-            for row in run.rows
-        ]
+        found |= rows_of(runs, COLUMNS, without=("by_group",))
     if not found:
         raise ValueError(f"{folder} has no eval.json and no run in runs/: give the folder that run.sh fills")
     return found

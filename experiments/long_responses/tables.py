@@ -31,7 +31,7 @@ from differences import (
 )
 
 from mxrl.report import runs_png
-from mxrl.report.files import write_atomically
+from mxrl.report.files import between, write_atomically
 from mxrl.report.run_groups import compare
 from mxrl.report.runs import Run, step_seconds
 
@@ -304,14 +304,6 @@ def blocks(folder: Path = RESULTS) -> dict[str, str]:
         "gap": gap(runs, steps),
         "curves": curves(runs, steps),
     }
-
-
-def between(text: str, name: str, content: str) -> str:
-    """`text` with what stands between `<!-- name -->` and `<!-- /name -->` replaced."""
-    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    if text.count(start) != 1 or text.count(end) != 1:
-        raise ValueError(f"README.md needs exactly one {start.strip()} … {end}")
-    return text[: text.index(start) + len(start)] + content + text[text.index(end) :]
 
 
 def page(text: str) -> str:

@@ -20,8 +20,8 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
+from mxrl.report.run_rows import Row, rows_of
 from mxrl.report.runs import UNFINISHED, Run, read_run
 
 HERE = Path(__file__).resolve().parent
@@ -32,35 +32,6 @@ COLUMNS = (
     "gap/k3", "gap/pearson", "gap/chi2", "gap/ess", "gap/mean_abs", "gap/max_abs", "gap/truncated",
     "logits/sigma_eta", "weights/rel_mse", "style/careful", "time/step", "time/eval", "time/monitor",
 )  # fmt: skip
-Row = dict[str, Any]
-
-
-def short(value: Any) -> Any:
-    """A float to 6 significant digits, in lists and mappings too: a metric has no more."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: short(v) for name, v in value.items()}
-    return [short(v) for v in value] if isinstance(value, list) else value
-
-
-def run_row(name: str, run: Run) -> Row:
-    """A committed row of a run; its sampled scores become a digit a problem, the number of right samples."""
-    evals = []
-    for row in run.evals:
-        row = {key: value for key, value in row.items() if key not in ("styles", "by_group")}
-        if sampled := row.get("sampled"):
-            right = "".join(str(round(score * sampled["samples"])) for score in sampled["scores"])
-            row["sampled"] = {key: value for key, value in sampled.items() if key != "scores"} | {"right": right}
-        evals.append(short(row))
-    return {
-        "run": name,
-        "state": run.state,
-        "reason": run.reason,
-        "options": {key: value for key, value in run.options.items() if key != "out"},
-        "info": run.info,
-        "evals": evals,
-    }
 
 
 def collect(places: Sequence[Path]) -> dict[str, list[Row]]:
@@ -89,14 +60,7 @@ def collect(places: Sequence[Path]) -> dict[str, list[Row]]:
             raise ValueError(f"no ended run (ARCHITECTURE/ROW/sSEED) in {', '.join(map(str, places))}")
         if unfinished:
             print(f"{unfinished} runs haven't ended, and are passed over", file=sys.stderr)
-        return {
-            "runs": [run_row(name, run) for name, run in runs.items()],
-            "steps": [
-                {"run": name, **{column: short(row[column]) for column in COLUMNS if row.get(column) is not None}}
-                for name, run in runs.items()
-                for row in run.rows
-            ],
-        }
+        return rows_of(runs, COLUMNS)
 
 
 def write(path: Path, rows: Iterable[Row]) -> int:
