@@ -242,7 +242,7 @@ def claims(evals: Sequence[Row], runs: Sequence[Row]) -> str:
     body.append(["GRPO improves the model", "`bf16`, after − before", "—", span(gain), verdict(gain, 1.0, seeds)])
     after("Plain MXFP4 loses accuracy", "mxfp4", "bf16", -0.219)
     before("", "mxfp4", "bf16", None, -1)
-    after("All corrections give most of it back", half, "mxfp4", 0.212)
+    after("All corrections help", half, "mxfp4", 0.212)
     before("", "mxfp4+mbs+of", "mxfp4", None, 1)
     after("… and end just below bf16 on a dense model", half, "bf16", -0.007)
     before("OF carries a dense model: alone it helps", "mxfp4+of", "mxfp4", None, 1)
