@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from quantize import CALIBRATED
-from tables import between, commit_of, table
+from tables import commit_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,6 +33,7 @@ from mxrl.provenance import provenance
 from mxrl.quantize import fake_quantize
 from mxrl.recipes import Recipe
 from mxrl.report.files import write_atomically
+from mxrl.report.markdown import between, table
 from mxrl.rl.chain import chain_problems, solution
 from mxrl.scan import merge
 
@@ -203,7 +204,8 @@ def write_page() -> None:
         if not any(line.get("quantizer") == "mxrl mxfp4" for line in lines):
             print(f"{file.name} lacks plain MXFP4, which the table is relative to: --only mxfp4", file=sys.stderr)
             continue
-        text = between(text, file.stem, "\n\n".join([about(lines[0]), split(lines), by_kind(lines), same_as(lines)]))
+        parts = (about(lines[0]), split(lines), by_kind(lines), same_as(lines))
+        text = between(text, file.stem, "\n\n".join(part.rstrip("\n") for part in parts))
     write_atomically(page, text)
 
 

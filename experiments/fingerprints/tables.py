@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from mxrl.decompose import ErrorStats
 from mxrl.kinds import KINDS
 from mxrl.report.files import write_atomically
+from mxrl.report.markdown import between, table
 from mxrl.scan import merge
 
 Line = dict[str, Any]
@@ -102,12 +103,6 @@ def load(folder: Path) -> list[Result]:
         origin, *lines = map(json.loads, file.read_text().splitlines())
         results.append(Result(origin, lines))
     return sorted(results, key=lambda r: (-r.origin["linear_elements"] * (r.origin["group"] != "reference"), r.name))
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> str:
-    """Markdown; the first `text` columns are text, the others figures."""
-    lines = [head, [*["---"] * text, *["---:"] * (len(head) - text)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _cells(figures: Sequence[Figure], p: Print) -> list[str]:
@@ -256,11 +251,6 @@ def about(results: list[Result]) -> str:
         f"elements, in {sum(o['seconds'] for o in origins):.0f} s of scanning on two cores that others used too. The "
         "sha256 of every file is in the first line of its results file."
     )
-
-
-def between(text: str, name: str, new: str) -> str:
-    """`text` with `new` between `<!-- NAME -->` and `<!-- /NAME -->`."""
-    return re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m: f"{m[1]}{new}\n{m[2]}", text, flags=re.DOTALL)
 
 
 def write_tables(folder: Path, page: Path) -> None:

@@ -34,7 +34,8 @@ from differences import (
 
 from mxrl.probes.intervals import paired
 from mxrl.recipes import Recipe
-from mxrl.report.files import between, write_atomically
+from mxrl.report.files import write_atomically
+from mxrl.report.markdown import between, table
 
 HERE = Path(__file__).resolve().parent
 PAGE, RESULTS, CURVES = HERE / "README.md", HERE / "results", HERE / "curves"
@@ -55,12 +56,6 @@ NOT_RUN = "*Not run yet.*\n"
 
 def figure(value: float | None, digits: int) -> str:
     return "—" if value is None else f"{value:.{digits}f}"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
-    """A Markdown table; the first `text` columns are text, the others figures."""
-    lines = [head, [*["---"] * text, *["---:"] * (len(head) - text)], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 # --- without training ------------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ from differences import (
 )
 
 from mxrl.report import runs_png
-from mxrl.report.files import between, write_atomically
+from mxrl.report.files import write_atomically
+from mxrl.report.markdown import between, table
 from mxrl.report.run_groups import compare
 from mxrl.report.runs import Run, step_seconds
 
@@ -73,12 +74,6 @@ def span(found: Difference | None) -> str:
     value, low, high, _ = found.problems
     ends = f" [{signed(low)}, {signed(high)}]" if low == low else ""
     return f"{signed(value)}{ends} ({', '.join(signed(v) for v in found.seeds.values())})"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
-    """A Markdown table; the first `text` columns are text, the others figures."""
-    lines = [head, [*["---"] * text, *["---:"] * (len(head) - text)], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def per_step(runs: Sequence[Row], steps: Sequence[Row], column: str, part: str = "all") -> float | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from estimate import CARDS, COUNTS, HERE, HOST, USABLE, Shape, Speed, breakdown, host, table
 
 from mxrl.report.files import write_atomically
+from mxrl.report.markdown import between
 from mxrl.rl.config import TrainConfig
 
 LENGTHS: dict[str, Any] = {"prompt": 160, "tokens": 280}  # tokens of the longest prompt (chosen); a mean answer (paper)
@@ -124,10 +124,7 @@ def source(row: dict[str, Any]) -> str:
 def written(page: str, made: dict[str, str]) -> str:
     """`page` with each marked part replaced. Raises ValueError for a part that has no marks."""
     for name, text in made.items():
-        marks = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.DOTALL)
-        if not marks.search(page):
-            raise ValueError(f"README.md has no <!-- {name} --> … <!-- /{name} -->")
-        page = marks.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", page)
+        page = between(page, name, text)
     return page
 
 

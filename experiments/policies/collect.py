@@ -24,6 +24,7 @@ import yaml
 from model_card import model_card
 from tables import experiment_tables
 
+from mxrl.report import markdown
 from mxrl.rl.evaluate import paired_interval
 
 HERE = Path(__file__).resolve().parent
@@ -259,11 +260,11 @@ def load_results() -> dict[str, Any]:
 
 
 def between(text: str, name: str, content: str) -> str:
-    """`text` with what stands between `<!-- name -->` and `<!-- /name -->` replaced."""
-    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    if text.count(start) != 1 or text.count(end) != 1:
-        raise SystemExit(f"README.md needs exactly one {start.strip()} … {end}")
-    return text[: text.index(start) + len(start)] + content + text[text.index(end) :]
+    """`markdown.between`, whose error ends the program."""
+    try:
+        return markdown.between(text, name, content)
+    except ValueError as error:
+        raise SystemExit(f"{HERE / 'README.md'}: {error}") from None
 
 
 def outputs(results: dict[str, Any]) -> dict[Path, str]:

@@ -11,6 +11,8 @@ import textwrap
 from itertools import pairwise
 from typing import Any
 
+from mxrl.report.markdown import table
+
 Card = dict[str, Any]
 NAMES = {"dense": "dense", "moe": "MoE"}
 MEANING = {
@@ -44,12 +46,6 @@ def span(difference: list[float], unit: str = "") -> str:
     """`[d, low, high]` → `−13.2 [−14.9, −11.4]`, marked where zero lies inside; `unit` (as " pp") follows d."""
     d, low, high = difference
     return f"{points(d)}{unit} [{points(low)}, {points(high)}]" + (", undecided" if low <= 0 <= high else "")
-
-
-def table(head: list[str], rows: list[list[str]], text: int = 1) -> str:
-    """A markdown table; the first `text` columns are text, the others figures."""
-    lines = [head, [*["---"] * text, *["---:"] * (len(head) - text)], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def rate(lr: float) -> str:

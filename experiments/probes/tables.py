@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mxrl.report.files import write_atomically
+from mxrl.report.markdown import between, table
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results", HERE / "README.md"
@@ -61,12 +61,6 @@ def load(folder: Path = RESULTS) -> list[Model]:
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> str:
-    """Markdown; the first `text` columns are text, the others figures."""
-    lines = [head, [*["---"] * text, *["---:"] * (len(head) - text)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def fixed(digits: int, factor: float = 1.0) -> Format:
@@ -348,16 +342,6 @@ def made(models: list[Model]) -> dict[str, str]:
         "theory": theory(models),
         "drift": drift(models),
     }
-
-
-def between(text: str, name: str, new: str) -> str:
-    """`text` with `new` between the two markers of that name, which must be there once."""
-    text, n = re.subn(
-        rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m: f"{m[1]}{new}\n{m[2]}", text, flags=re.DOTALL
-    )
-    if n != 1:
-        raise ValueError(f"{PAGE} must have the markers <!-- {name} --> and <!-- /{name} --> once")
-    return text
 
 
 def page(text: str) -> str:

@@ -44,7 +44,8 @@ from effects import (
 
 from mxrl.probes.intervals import Mean, mean
 from mxrl.report import runs_png
-from mxrl.report.files import between, write_atomically
+from mxrl.report.files import write_atomically
+from mxrl.report.markdown import between, table
 from mxrl.report.run_groups import compare
 from mxrl.report.runs import Run, step_seconds
 
@@ -102,12 +103,6 @@ FORMS: dict[str, Callable[[Mean | None], str]] = {
 
 def plain(values: Sequence[float], digits: int) -> str:
     return f"{fmean(values):.{digits}f}".replace("-", "−") if values else "—"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
-    """A markdown table; the first `text` columns are text, the others figures."""
-    lines = [head, [*["---"] * text, *["---:"] * (len(head) - text)], *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def over(results: Results, a: str, b: str, kind: str, measure: Measure = greedy) -> Effect | None:

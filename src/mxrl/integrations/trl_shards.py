@@ -237,7 +237,12 @@ def _state_path(checkpoint: str | Path, process: int) -> Path:
 def complete_checkpoints(folder: str | Path) -> list[Path]:
     """Checkpoints under `folder` that were written to the end, oldest first."""
     found = [p for p in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _state_path(p, 0).is_file()]
-    return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step after which it was written."""
+    return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def _by_index(named: dict[str, Any]) -> dict[str, Any]:

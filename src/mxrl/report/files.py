@@ -59,14 +59,3 @@ def staged(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def between(text: str, name: str, content: str) -> str:
-    """A page's text with what stands between `<!-- name -->` and `<!-- /name -->` replaced by `content`.
-
-    content: whole lines. Raises ValueError unless each mark is there once.
-    """
-    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    if text.count(start) != 1 or text.count(end) != 1:
-        raise ValueError(f"the page needs exactly one {start.strip()} … {end}")
-    return text[: text.index(start) + len(start)] + content + text[text.index(end) :]

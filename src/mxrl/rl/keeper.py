@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from mxrl.integrations.trl_shards import complete_checkpoints
+from mxrl.integrations.trl_shards import complete_checkpoints, step_of
 from mxrl.rl import ranks
 from mxrl.rl.collapse import Watch
 from mxrl.rl.config import TrainConfig
@@ -93,8 +93,9 @@ class Keeper(TrainerCallback):
 
     def good(self) -> list[Path]:
         """The checkpoint whose last rollouts were the most accurate, the later one of two; empty without any."""
-        levels = [(self.watch.level(int(path.name.rsplit("-", 1)[1])), i) for i, path in enumerate(self.checkpoints())]
-        return [self.checkpoints()[max(levels)[1]]] if levels else []
+        found = self.checkpoints()
+        best = max(enumerate(found), key=lambda at: (self.watch.level(step_of(at[1])), at[0]), default=None)
+        return [best[1]] if best else []
 
     def _keep_good(self, state: Any) -> None:
         if self.config.stop_collapsed:

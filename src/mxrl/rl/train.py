@@ -32,10 +32,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from transformers import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
 from mxrl.integrations.trl import GRPOConfig, GRPOTrainer, NonFiniteError
+from mxrl.integrations.trl_shards import step_of
 from mxrl.provenance import provenance
 from mxrl.report.files import write_atomically
 from mxrl.rl import ranks
@@ -46,7 +47,7 @@ from mxrl.rl.config import ConfigError, TrainConfig
 from mxrl.rl.evaluate import Evaluation, evaluate
 from mxrl.rl.folder import CHECKPOINTS, CONFIG, MAY_DIFFER, SUMMARY, advice, cut, open_run, read_rows, summarize
 from mxrl.rl.keeper import Keeper, stop_signals
-from mxrl.rl.policy import resolve_model
+from mxrl.rl.policy import PolicyError, load_model
 from mxrl.rl.rewards import chain_answer, gsm8k_answer, text_of
 from mxrl.rl.tasks import get_task, load_task
 
@@ -121,7 +122,7 @@ def _run(config: TrainConfig, out: Path, checkpoint: Path | None, device: str, b
                 group=dist.group.WORLD if ranks.count() > 1 else None,
             )
 
-    rows, evals = ranks.on_first(lambda: cut(out, int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else -1))
+    rows, evals = ranks.on_first(lambda: cut(out, step_of(checkpoint) if checkpoint else -1))
     keeper = Keeper(config, out, trainer.record.phase, measure if held_out else None, rows, evals)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(keeper)
@@ -189,14 +190,12 @@ def _device(config: TrainConfig) -> tuple[str, bool]:
 
 def _load(name: str) -> tuple[Any, Any]:
     """(float32 master model, tokenizer)."""
-    where = resolve_model(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model '{name}': can't be loaded ({reason})") from error
-    return model, tokenizer
+        return load_model(name, dtype=torch.float32)
+    except PolicyError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _dataset(config: TrainConfig) -> Any:
