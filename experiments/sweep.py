@@ -43,9 +43,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from mxrl.rl.config import ConfigError, TrainConfig
+from mxrl.rl.config import CONFIG, EVALS, METRICS, SUMMARY, ConfigError, TrainConfig
 
-KEPT = ("config.yaml", "metrics.jsonl", "evals.jsonl", "summary.json")  # what a run's results are
+KEPT = (CONFIG, METRICS, EVALS, SUMMARY)  # what a run's results are
 GRACE = 120.0  # seconds that a run gets at the deadline, for the step it is in and its checkpoint
 
 
@@ -65,7 +65,7 @@ class Job(NamedTuple):
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        path = self.folder / "summary.json"
+        path = self.folder / SUMMARY
         return json.loads(path.read_text()) if path.is_file() else None
 
 
@@ -274,7 +274,7 @@ def say(text: str) -> None:
 
 def ended_runs(out: Path) -> Iterator[Path]:
     """Folders below `out` of runs that have a summary, sorted."""
-    return (path.parent for path in sorted(out.rglob("summary.json")) if (path.parent / "config.yaml").is_file())
+    return (path.parent for path in sorted(out.rglob(SUMMARY)) if (path.parent / CONFIG).is_file())
 
 
 def pack(out: Path, file: Path) -> int:

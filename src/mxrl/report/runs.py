@@ -22,9 +22,8 @@ import yaml
 
 from mxrl.recipes import Recipe, RecipeError
 from mxrl.report.folder import ReportError
-from mxrl.rl.config import TrainConfig
+from mxrl.rl.config import CONFIG, EVALS, METRICS, SUMMARY, TrainConfig
 
-CONFIG, METRICS, EVALS, SUMMARY = "config.yaml", "metrics.jsonl", "evals.jsonl", "summary.json"
 # Options that change neither the policy that comes out nor what is measured of it: runs that differ in them are alike.
 # The seed is what the runs of a group differ in.
 NOT_COMPARED = (

@@ -20,6 +20,8 @@ import yaml
 
 from mxrl.recipes import Recipe
 
+CONFIG, METRICS, EVALS, SUMMARY = "config.yaml", "metrics.jsonl", "evals.jsonl", "summary.json"  # of a run's folder
+
 
 class ConfigError(ValueError):
     """A configuration that can't be: one line that names the option and what would work."""

@@ -9,9 +9,8 @@ from typing import Any
 
 from mxrl.integrations.trl_shards import complete_checkpoints
 from mxrl.report.files import write_atomically
-from mxrl.rl.config import ConfigError, TrainConfig
+from mxrl.rl.config import CONFIG, EVALS, METRICS, SUMMARY, ConfigError, TrainConfig
 
-CONFIG, METRICS, EVALS, SUMMARY = "config.yaml", "metrics.jsonl", "evals.jsonl", "summary.json"
 CHECKPOINTS = "checkpoints"
 MAY_DIFFER = ("save_every", "save_model", "stop_collapsed", "eval_batch", "reshard")  # when a run is resumed
 
