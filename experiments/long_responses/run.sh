@@ -2,6 +2,7 @@
 # The experiment, stage by stage, from the repository's root; every stage goes on where it was killed.
 #
 #   run.sh sft [DEVICE]               the policy of long answers, from policy:dense    out/long/policy, out/long/eval.json
+#                                     MINUTES=4: longer; INIT=FOLDER: goes on from that policy
 #   run.sh gate                       can it write them, and is there headroom? exit code 1 where not
 #   run.sh train DEVICES [SECONDS] …  GRPO at three lengths under each recipe          out/long/runs/LENGTH/RECIPE/sSEED
 #                                     what follows goes to sweep.py: --only 'long/*', --set steps=6
@@ -17,7 +18,7 @@ mkdir -p "$work"
 case ${1:-} in
   sft)
     [ ! -f "$work/eval.json" ] || { echo "$work/eval.json is there"; exit 0; }
-    $python experiments/policies/run.py --init policy:dense --mixture long --numbers 3 42 --digits 1 3 --seed 0 \
+    $python experiments/policies/run.py --init "${INIT:-policy:dense}" --mixture long --numbers 3 42 --digits 1 3 --seed 0 \
       --minutes "${MINUTES:-2.4}" --lr 1e-3 --warmup 50 --batch 512 --batch-tokens 32768 --micro 1 --grow 0.5 \
       --examples 100000 --workers "${WORKERS:-8}" --eval-n 512 --eval-samples 2 --save-every 250 --log-every 25 \
       --device "${2:-cuda}" --out "$work"
@@ -46,5 +47,5 @@ case ${1:-} in
         --set max_new_tokens=40 --set eval_problems=4 --set eval_samples=1 --set monitor_every=0
     done
     ;;
-  *) sed -n '2,11p' $here/run.sh; exit 2 ;;
+  *) sed -n '2,12p' $here/run.sh; exit 2 ;;
 esac
