@@ -20,7 +20,7 @@ case ${1:-} in
     [ ! -f "$work/eval.json" ] || { echo "$work/eval.json is there"; exit 0; }
     $python experiments/policies/run.py --init "${INIT:-policy:dense}" --mixture long --numbers 3 42 --digits 1 3 --seed 0 \
       --minutes "${MINUTES:-2.4}" --lr 1e-3 --warmup 50 --batch 512 --batch-tokens 32768 --micro 1 --grow 0.5 \
-      --examples 100000 --workers "${WORKERS:-8}" --eval-n 512 --eval-samples 2 --save-every 250 --log-every 25 \
+      --examples 100000 --workers "${WORKERS:-8}" --eval-n 1536 --eval-samples 2 --save-every 250 --log-every 25 \
       --device "${2:-cuda}" --out "$work"
     ;;
   gate) $python $here/gate.py "$work/eval.json" ;;

@@ -229,6 +229,7 @@ def train(
     with torch.no_grad():
         for weight, master in zip(weights, masters, strict=True):
             weight.copy_(master)
+    torch.backends.cuda.enable_cudnn_sdp(os.environ.get("CUDNN_SDP") == "1")
     forward = torch.compile(model, dynamic=True) if args.compile else model
     by_length = data[2].argsort(stable=True)
     start = last = time.monotonic()
