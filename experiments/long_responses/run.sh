@@ -2,14 +2,14 @@
 # The experiment, stage by stage, from the repository's root; every stage goes on where it was killed.
 #
 #   run.sh sft [DEVICE]               the policy of long answers, from policy:dense    out/long/policy, out/long/eval.json
-#                                     MINUTES=4: longer; INIT=FOLDER: goes on from that policy
+#                                     MINUTES=5: longer; INIT=FOLDER: goes on from that policy
 #   run.sh gate                       can it write them, and is there headroom? exit code 1 where not
 #   run.sh train DEVICES [SECONDS] …  GRPO at three lengths under each recipe          out/long/runs/LENGTH/RECIPE/sSEED
 #                                     what follows goes to sweep.py: --only 'long/*', --set steps=6
 #   run.sh pack FILE                  the results of both, without checkpoints and models
 #   run.sh sft-tiny | train-tiny      the same way at a tiny size on a CPU, to try the commands
 #
-#   run.sh sft cuda:0 && run.sh gate && run.sh train cuda:0,cuda:1 370
+#   run.sh sft cuda:0 && run.sh gate && run.sh train cuda:0,cuda:1
 set -eu
 cd "$(dirname "$0")/../.."
 here=experiments/long_responses work=${WORK:-out/long} python=${PYTHON:-python}
@@ -19,7 +19,7 @@ case ${1:-} in
   sft)
     [ ! -f "$work/eval.json" ] || { echo "$work/eval.json is there"; exit 0; }
     $python experiments/policies/run.py --init "${INIT:-policy:dense}" --mixture long --numbers 3 42 --digits 1 3 --seed 0 \
-      --minutes "${MINUTES:-2.4}" --lr 1e-3 --warmup 50 --batch 512 --batch-tokens 32768 --micro 1 --grow 0.5 \
+      --minutes "${MINUTES:-3.2}" --lr 1e-3 --warmup 50 --batch 512 --batch-tokens 32768 --micro 1 --grow 0.5 \
       --examples 100000 --workers "${WORKERS:-8}" --eval-n 1536 --eval-samples 2 --save-every 250 --log-every 25 \
       --device "${2:-cuda}" --out "$work"
     ;;

@@ -48,6 +48,7 @@ from mxrl.rl.chain import (
 from mxrl.rl.evaluate import evaluate, paired_interval
 from mxrl.rl.policy import PolicyError, build_policy, char_tokenizer, load_folder, resolve_model, save_policy
 from mxrl.rl.rewards import chain_reward
+from mxrl.rl.rollout import without_cudnn_attention
 
 CHUNK = 10_000
 SHORTEST = 0.1  # of the examples: where --grow begins
@@ -229,7 +230,6 @@ def train(
     with torch.no_grad():
         for weight, master in zip(weights, masters, strict=True):
             weight.copy_(master)
-    torch.backends.cuda.enable_cudnn_sdp(os.environ.get("CUDNN_SDP") == "1")
     forward = torch.compile(model, dynamic=True) if args.compile else model
     by_length = data[2].argsort(stable=True)
     start = last = time.monotonic()
@@ -249,11 +249,12 @@ def train(
         for part in parts:
             width = min(tokens.shape[1], math.ceil(int(data[2][part[-1]]) / 16) * 16 + 1)
             rows = part.to(args.device)
-            total, aux = completion_loss(forward, tokens[rows, :width].long(), prompts[rows], totals[rows])
-            objective = total / count
-            if aux is not None:
-                objective = objective + model.config.router_aux_loss_coef * aux * len(part) / len(batch)
-            objective.backward()
+            with without_cudnn_attention():  # nearly every part has another shape
+                total, aux = completion_loss(forward, tokens[rows, :width].long(), prompts[rows], totals[rows])
+                objective = total / count
+                if aux is not None:
+                    objective = objective + model.config.router_aux_loss_coef * aux * len(part) / len(batch)
+                objective.backward()
             loss += total.detach() / count
             for weight, master in zip(weights, masters, strict=True):
                 if weight.grad is not None:

@@ -138,7 +138,8 @@ def without_cudnn_attention() -> Iterator[None]:
 
     cuDNN 9.19's backward pass (torch 2.11 to 2.13, Hopper) makes NaN of dQ where the length is an odd multiple of 64,
     a mask is given, and a row's logsumexp is below ln(1/FLT_MAX): rows of padding, but real ones too
-    (pytorch/pytorch#196678). Around the backward pass too: checkpointing runs the forward again inside it.
+    (pytorch/pytorch#196678). Around the backward pass too: checkpointing runs the forward again inside it. It is also
+    faster where every pass has another shape, since cuDNN plans anew for each.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
