@@ -40,6 +40,7 @@ import mxrl
 from mxrl.corrections import aqn_sigma
 from mxrl.integrations.trl_config import GRPOConfig, UnsupportedError, pin
 from mxrl.integrations.trl_contract import check_version
+from mxrl.integrations.trl_passes import KNOWN, scored_by_length, sorted_batches
 from mxrl.integrations.trl_rollout import (
     EpochRepeatSampler,
     QuantizedRollout,
@@ -220,8 +221,26 @@ class GRPOTrainer(ShardedTrainer):
         # the rollout's number, not TRL's count of micro-batches, which their size and the processes change
         rollout = self._step // (self.args.steps_per_generation * self.num_iterations)
         place = rollout if mode == "train" else (self.state.global_step, len(self._metrics["eval"].get("reward", ())))
+        before = self._buffered_inputs
         with seeded(derived_seed(self.args.seed, mode, place), self.accelerator.device):
-            return super()._prepare_inputs(generation_batch)
+            inputs = super()._prepare_inputs(generation_batch)
+        if mode == "eval" or self._buffered_inputs is before or not (self.by_length and KNOWN.issuperset(inputs)):
+            return inputs
+        self._buffered_inputs = sorted_batches(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    @property
+    def by_length(self) -> bool:
+        """Whether a pass holds sequences of about one length (trl_passes.py): where one update takes all of a rollout,
+        and nothing in its loss is a mean over a pass.
+        """
+        args = self.args
+        return (
+            args.steps_per_generation == args.gradient_accumulation_steps
+            and args.loss_type != "bnpo"
+            and args.top_entropy_quantile == 1.0
+            and not (self._entropy_bonus_enabled or self.aux_loss_enabled)
+        )
 
     def _score_as_training(self, model: Any, inputs: tuple[Tensor, Tensor], length: int) -> Tensor:
         """Log-probabilities by TRL's own pass, in the shapes and batches in which it will score them again."""
@@ -316,9 +335,30 @@ class GRPOTrainer(ShardedTrainer):
             self._metrics[mode]["group/distinct_answers"].append(sum(counts) / len(counts))
         return rewards
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if torch.is_grad_enabled() else self.record.phase("score"):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        theirs = super()._get_per_token_logps_and_entropies
+        learns = torch.is_grad_enabled()
+        size = batch_size or len(input_ids)
+        with nullcontext() if learns else self.record.phase("score"):
+            if self.by_length and not any(isinstance(value, (Tensor, list)) for value in kwargs.values()):
+                found = scored_by_length(
+                    lambda ids, mask, keep: theirs(model, ids, mask, keep, **kwargs),
+                    input_ids, attention_mask, logits_to_keep, size, self.pad_to_multiple_of,
+                )  # fmt: skip
+            else:
+                found = theirs(model, input_ids, attention_mask, logits_to_keep, batch_size=size, **kwargs)
+        entropies = found[1]
+        if learns and entropies is not None:
+            self.record.entropies(entropies.detach(), attention_mask[:, -logits_to_keep:])
+        return found
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         theirs: Any = super()._get_train_sampler(dataset)
@@ -364,5 +404,7 @@ class GRPOTrainer(ShardedTrainer):
                     raise NonFiniteError(self._diagnosis(what, float(value), self.state.global_step))
             if self.accelerator.num_processes > 1:
                 self.record.slowest(gather_object([self.record.seconds]))
+            # TRL averages the passes' means, in which a token among short sequences would weigh more
+            self._metrics["train"]["entropy"] = [self.record.entropy(self.accelerator.reduce)]
             logs.update(self.record.metrics(self._metrics["train"]))
         super().log(logs, start_time)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from mxrl.rl.gap import GapStats
 
@@ -28,6 +29,7 @@ class StepRecord:
         self.gap = GapStats()
         self.fresh = False  # whether there was a rollout since the last log
         self.seconds: dict[str, float] = {}
+        self._entropy = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
         self._inner: list[float] = []  # for each open phase, the time spent in phases inside it
         self._last = time.perf_counter()
 
@@ -45,6 +47,16 @@ class StepRecord:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent - self._inner.pop()
             if self._inner:
                 self._inner[-1] += spent
+
+    def entropies(self, values: Tensor, mask: Tensor) -> None:
+        """Those of a pass's tokens, in nats, [B, T] both; they count until the next `entropy`."""
+        self._entropy += torch.stack([(values * mask).double().sum(), mask.double().sum()])
+
+    def entropy(self, summed: Callable[[Tensor], Tensor]) -> float:
+        """Nats a token, of all tokens since the last call; summed: the sum over all processes."""
+        nats, tokens = summed(self._entropy).tolist()
+        self._entropy = torch.zeros_like(self._entropy)
+        return nats / max(tokens, 1.0)
 
     def slowest(self, processes: Sequence[Mapping[str, float]]) -> None:
         """Several processes' times, of which the longest counts; how long the first done waits for the last rollout."""
