@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from measure import Row, read_rows
@@ -300,6 +301,26 @@ def rollout(rows: list[Row]) -> Iterator[str]:
             yield f"| {row['engine']} | {row['recipe']} | {row['backend']} | {speed} | {took} | {shown} |"
 
 
+def passes(rows: list[Row]) -> Iterator[str]:
+    for workload in _unique(r["workload"] for r in rows):
+        yield f"\n**{workload}**\n"
+        yield "| recipe | passes | steps | computed tokens a real one | scoring, × padded | update, × padded |"
+        yield "|---|---|---|---|---|---|"
+        for recipe in _unique(r["recipe"] for r in rows if r["workload"] == workload):
+            own = [r for r in rows if (r["workload"], r["recipe"]) == (workload, recipe)]
+            padded = [r for r in own if r["op"] == "padded"]
+            for op in _unique(r["op"] for r in own):
+                these = [r for r in own if r["op"] == op]
+                waste = sum(r["computed"] for r in these) / sum(r["tokens"] for r in these)
+                shares = [_per_token(these, name) / _per_token(padded, name) for name in ("score", "update")]
+                yield f"| {recipe} | {op} | {len(these)} | {waste:.2f} | {shares[0]:.2f} | {shares[1]:.2f} |"
+
+
+def _per_token(rows: list[Row], phase: str) -> float:
+    """Seconds of a phase a token that counts, median over steps."""
+    return median(r["seconds"][phase] / r["tokens"] for r in rows)
+
+
 def counters(rows: list[Row]) -> Iterator[str]:
     yield "\nInstructions and DRAM bytes are an element's.\n"
     yield "| operation | recipe | dtype | instructions | B read | B written | a cycle (of 4) | of DRAM | registers |"
@@ -402,6 +423,7 @@ PAGES = {
     "counters": counters,
     "train_step": train_step,
     "rollout": rollout,
+    "passes": passes,
     "ranks": ranks,
     "scan": scan,
 }

@@ -172,7 +172,8 @@ def gap(runs: Runs, steps: Sequence[Row]) -> str:
         share = recovered(runs, length, name) if name not in ("bf16", "mxfp4") else None
         apart = difference(runs[f"{length}/{name}"], runs.get(f"{length}/bf16", {})) if name != "bf16" else None
         rewritten = [percent(per_step(found, steps, "style/rewrite", part)) for part in ("first", "last")]
-        seconds = [v for run in found for row in steps if row["run"] == run["run"] and (v := step_seconds(row))]
+        on_gpu = {run["run"] for run in found if run["options"]["device"] == "cuda"}
+        seconds = [v for row in steps if row["run"] in on_gpu and (v := step_seconds(row))]
         body.append([
             length, f"`{RECIPES[name]}`", figure(per_step(found, steps, "completions/mean_length"), 0),
             figure(per_step(found, steps, "gap/pearson"), 4), " → ".join(pearson),
