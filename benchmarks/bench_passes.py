@@ -6,8 +6,8 @@
 
 Steps of GRPO, the even ones by length, the odd ones as TRL pads them: scoring and update, forward and backward. The
 rollouts are the policy's own, so the lengths are what training meets. The learning rate is so small that the policy
-stays what it is. A row is a step after the first two: the tokens that count (prompts and completions), the tokens that passes
-computed, and the seconds of `score` and `update`.
+stays what it is. A row is a step after the first two: the tokens that count (prompts and completions), the tokens that
+passes computed, and the seconds of `score` and `update`.
 """
 
 from __future__ import annotations

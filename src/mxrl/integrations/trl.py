@@ -12,7 +12,7 @@ One step, and where this module comes in:
 TRL computes importance weights for vLLM only. So the trainer is built without vLLM, and then given an object with
 vLLM's two methods (`sync_weights`, `generate`). That leans on TRL's internals, all of it here and in trl_rollout.py;
 what must hold of them is checked in trl_contract.py, and another minor version of TRL is refused if anything moved.
-Sharding over several processes and checkpoints are in trl_shards.py.
+Padding is cut in trl_passes.py; sharding over several processes and checkpoints are in trl_shards.py.
 
 Randomness. Everything drawn for a rollout comes from (seed, rollout batch, row of the whole batch), AQN's noise from
 (seed, rollout, parameter name): a run that resumes draws what it would have drawn, two recipes with one seed see the
