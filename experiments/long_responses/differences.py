@@ -85,8 +85,10 @@ def between_lengths(a: Difference | None, b: Difference | None) -> Difference | 
 
 def recovered(runs: Runs, length: str, recipe: str) -> float | None:
     """Share of plain MXFP4's loss that a recipe gives back; None where no loss is clear."""
-    loss = difference(runs.get(f"{length}/mxfp4", {}), runs.get(f"{length}/bf16", {}))
-    gain = difference(runs.get(f"{length}/{recipe}", {}), runs.get(f"{length}/mxfp4", {}))
+    bf16, plain, own = (runs.get(f"{length}/{name}", {}) for name in ("bf16", "mxfp4", recipe))
+    seeds = {seed for seed in own if all(seed in group and last(group[seed]) for group in (bf16, plain, own))}
+    plain = {seed: run for seed, run in plain.items() if seed in seeds}  # the loss and the gain are of the same seeds
+    loss, gain = difference(plain, bf16), difference(own, plain)
     if loss is None or gain is None or not loss.problems.excludes() or loss.problems.value > 0:
         return None
     return gain.problems.value / -loss.problems.value

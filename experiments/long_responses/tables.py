@@ -233,8 +233,10 @@ def about(rows: Sequence[Row], runs: Runs) -> str:
         return NOT_RUN
     text = f"The policy: {came_from([rows[0]['provenance']])}; seed {rows[0]['settings']['seed']}.\n" if rows else ""
     every = [run for own in runs.values() for run in own.values()]
-    if every:
-        text += f"{len(every)} runs: {came_from([run['info'] for run in every])}.\n"
+    for device in dict.fromkeys(run["options"]["device"] for run in every):
+        own = [run for run in every if run["options"]["device"] == device]
+        named = f" ({', '.join(run['run'] for run in own)})" if len(own) <= 3 else ""
+        text += f"{len(own)} run{'s' * (len(own) > 1)}{named}: {came_from([run['info'] for run in own])}.\n"
     text += "".join(
         f"* `{run['run']}`: {run['state']} at step {run['last_step']} of {run['options']['steps']}"
         f"{': ' + run['reason'] if run['reason'] else ''}.\n"

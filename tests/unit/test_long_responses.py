@@ -263,6 +263,8 @@ def test_recovered_takes_a_clear_loss(differences):
                    ("mid/bf16", [0.8]), ("mid/mxfp4", [0.799]), ("mid/full", [0.7]))  # fmt: skip
     assert differences.recovered(runs, "short", "full") == pytest.approx(0.75)
     assert differences.recovered(runs, "mid", "full") is None and differences.recovered(runs, "long", "full") is None
+    uneven = runs_of(differences, ("long/bf16", [0.8]), ("long/mxfp4", [0.4, 0.2]), ("long/full", [0.7, 0.7]))
+    assert differences.recovered(uneven, "long", "full") == pytest.approx(0.75)  # of the seed that all three have
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
