@@ -33,7 +33,7 @@ from mxrl.ops import dispatch
 from mxrl.pairs import Pair, Pairing, each_range, match, stored_bytes
 from mxrl.quantize import fake_quantize
 from mxrl.recipes import Recipe
-from mxrl.scan import BASELINES, NonFiniteError, Scan, Skipped, merge, nonfinite, parse_recipes, scan
+from mxrl.scan import BASELINES, NonFiniteError, Scan, Skipped, nonfinite, parse_recipes, scan
 from mxrl.scan_tasks import operand, ranges
 from mxrl.scan_workers import MEMORY
 
@@ -81,7 +81,7 @@ class Against:
 
     def total(self, kind: str | None = None, layer: int | None = None) -> ErrorStats:
         """The merged statistics of QUANTIZED's error over all weights, or those of one kind or layer."""
-        return merge(
+        return ErrorStats.merged(
             s.stats
             for s in self.stored
             if (kind is None or s.pair.weight.kind == kind) and (layer is None or s.pair.weight.layer == layer)
@@ -228,7 +228,7 @@ class _Gathered:
 
     def result(self, ours: dict[str, ErrorStats], quantized: Checkpoint) -> StoredError:
         same_as = next((c for c, count in self._equal.items() if count == self._seen), None)
-        stats = merge(self._parts)
+        stats = ErrorStats.merged(self._parts)
         if same_as is not None and same_as in ours and same_as not in self._rounded:
             stats = ours[same_as]
         same_grid = self.same_grid or bool(same_as and same_as != ORIGINAL)

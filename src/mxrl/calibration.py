@@ -36,7 +36,7 @@ from mxrl.recipes import Recipe
 from mxrl.rl.chain import Problem
 from mxrl.rl.evaluate import prompt_text
 from mxrl.rl.rollout import inference, left_pad, pad_id
-from mxrl.scan import BASELINES, NonFiniteError, columns_of, merge, nonfinite, parse_recipes
+from mxrl.scan import BASELINES, NonFiniteError, columns_of, nonfinite, parse_recipes
 
 NAME = "mxrl_observed"  # of the experts implementation that shows its inputs
 
@@ -90,7 +90,7 @@ class Calibration:
 
     def total(self, recipe: str, kind: str | None = None, layer: int | None = None) -> ErrorStats:
         """The merged statistics of `recipe` over all inputs, or those of one kind or layer."""
-        return merge(
+        return ErrorStats.merged(
             i.stats[recipe]
             for i in self.inputs
             if (kind is None or i.kind == kind) and (layer is None or i.layer == layer)

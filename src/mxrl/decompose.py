@@ -18,7 +18,9 @@ Source: arXiv 2605.20402 (the decomposition); the excess and the control injecti
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -79,6 +81,21 @@ class ErrorStats:
     @classmethod
     def zero(cls) -> ErrorStats:
         return cls()
+
+    @classmethod
+    def merged(cls, stats: Iterable[ErrorStats]) -> ErrorStats:
+        """zero + a + b + …, taken from left to right: the bits of `+`, field by field, since scans add very many."""
+        several = tuple(stats)
+        if len(several) == 1:
+            return several[0]
+        parts = [vars(one) for one in (cls.zero(), *several)]
+        histogram = tuple(map(sum, zip(*[part["delta_hist"] for part in parts], strict=True)))
+        sums: dict[str, Any] = {
+            name: functools.reduce(operator.add, [part[name] for part in parts])
+            for name in parts[0]
+            if name != "delta_hist"
+        }
+        return cls(**sums, delta_hist=histogram)
 
     def to_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}

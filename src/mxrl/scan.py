@@ -14,8 +14,6 @@ to 1e-12).
 
 from __future__ import annotations
 
-import functools
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -103,7 +101,7 @@ class Scan:
 
     def total(self, recipe: str, kind: str | None = None, layer: int | None = None) -> ErrorStats:
         """The merged statistics of `recipe` over all weights, or those of one kind, one layer, or both."""
-        return merge(
+        return ErrorStats.merged(
             t.stats[recipe]
             for t in self.tensors
             if (kind is None or t.weight.kind == kind) and (layer is None or t.weight.layer == layer)
@@ -111,17 +109,7 @@ class Scan:
 
     def sampled(self, recipe: str, kind: str | None = None) -> ErrorStats:
         """The merged statistics of one of the `extra` recipes over the sample's rows of all weights or of a kind's."""
-        return merge(t.sampled[recipe] for t in self.tensors if kind is None or t.weight.kind == kind)
-
-    def relative(self, recipe: str) -> float:
-        """T of `recipe` over T of plain MXFP4 (NaN where plain MXFP4 makes no error at all)."""
-        plain = self.total(PLAIN).sq_error
-        return self.total(recipe).sq_error / plain if plain else float("nan")
-
-
-def merge(stats: Iterable[ErrorStats]) -> ErrorStats:
-    """The sum, taken from left to right."""
-    return functools.reduce(operator.add, stats, ErrorStats.zero())
+        return ErrorStats.merged(t.sampled[recipe] for t in self.tensors if kind is None or t.weight.kind == kind)
 
 
 def parse_recipes(texts: Sequence[str]) -> tuple[str, ...]:
@@ -200,8 +188,8 @@ def scan(
     done = tuple(
         TensorScan(
             weight,
-            {c: merge(ledger.parts(weight, c)) for c in columns},
-            {recipe: merge(ledger.parts(weight, c)) for recipe, c in sampled.items()},
+            {c: ErrorStats.merged(ledger.parts(weight, c)) for c in columns},
+            {recipe: ErrorStats.merged(ledger.parts(weight, c)) for recipe, c in sampled.items()},
             ledger.moments(weight) if moments else None,
         )
         for weight in checkpoint.weights

@@ -33,7 +33,7 @@ from mxrl.report.answers import (
 from mxrl.report.budget import BudgetError
 from mxrl.report.outliers import spearman, worst
 from mxrl.report.summary import summary, tensor_rows
-from mxrl.scan import Scan, merge, scan
+from mxrl.scan import Scan, scan
 
 ORIGIN = {"created": "now", "versions": {"mxrl": "0"}, "commit": None, "device": "cpu", "machine": "m"}
 EVERY = 7
@@ -82,7 +82,7 @@ def direct(model: Path, recipe: str, every: int = 1, kind: str | None = None) ->
         for w in checkpoint.weights
         if kind in (None, w.kind)
     ]
-    return merge(error_stats(x.contiguous(), recipe) for x in rows)
+    return ErrorStats.merged(error_stats(x.contiguous(), recipe) for x in rows)
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from mxrl.decompose import ErrorStats
 from mxrl.moments import Moments
 from mxrl.recipes import Recipe
 from mxrl.report.svg import decimals, percent, plain
-from mxrl.scan import Scan
+from mxrl.scan import PLAIN, Scan
 
 DERIVED = (
     "rel_mse", "floor", "excess", "cos_scale_grid", "deadzone_fraction",
@@ -103,6 +103,8 @@ def summary(scan: Scan, files: Sequence[Mapping[str, Any]], origin: Mapping[str,
     left: dict[str, list[str]] = defaultdict(list)
     for tensor in scan.checkpoint.left:
         left[tensor.reason].append(f"{tensor.name} {list(tensor.shape)} {tensor.dtype}")
+    totals = {recipe: scan.total(recipe) for recipe in scan.columns}
+    plain = totals[PLAIN].sq_error
     return {
         "schema": SCHEMA,
         "model": scan.checkpoint.name,
@@ -118,8 +120,10 @@ def summary(scan: Scan, files: Sequence[Mapping[str, Any]], origin: Mapping[str,
         "tensors": len(weights),
         "elements": sum(w.numel for w in weights),
         "total": {
-            r: stats_dict(scan.total(r)) | {"bits": Recipe.parse(r).bits, "relative_to_mxfp4": _json(scan.relative(r))}
-            for r in scan.columns
+            r: stats_dict(total)
+            # T over plain MXFP4's; None where that makes no error at all
+            | {"bits": Recipe.parse(r).bits, "relative_to_mxfp4": _json(total.sq_error / plain) if plain else None}
+            for r, total in totals.items()
         },
         "kinds": {
             kind: {
