@@ -35,7 +35,7 @@ from measure import (
     write_rows,
 )
 from peers import PEERS
-from tables import targets
+from targets import targets
 from torch import Tensor
 
 import mxrl

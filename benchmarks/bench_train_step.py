@@ -27,7 +27,7 @@ from typing import Any
 import qwen2
 import torch
 from measure import Operation, Row, absent, measure, origin, pick_device, serving, write_rows
-from tables import targets
+from targets import targets
 from torch import Tensor
 
 import mxrl

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from measure import Row, origin, pick_device, write_rows
-from tables import told
+from targets import told
 
 import mxrl
 
