@@ -73,14 +73,15 @@ def scored_by_length(
     multiple: prompts' and completions' widths are multiples of it, as TRL's `pad_to_multiple_of`.
     Returns the same for all rows in their own order; 0 where a pass was cut.
     """
-    prompts, completions = extents(mask, keep)
     order = longest_first(mask, keep) if len(ids) > size else torch.arange(len(ids), device=ids.device)
+    lengths = torch.stack(extents(mask, keep), 1)[order].tolist()  # the one wait for the device
     step = multiple or 1
     logps, entropies, losses = [], [], []
-    for rows in order.split(size):
+    for first, rows in zip(range(0, len(ids), size), order.split(size), strict=True):
         # one column at least of each, and of the completion no more than there are
-        width = -(-max(1, int(prompts[rows].max())) // step) * step
-        own = min(keep, -(-max(1, int(completions[rows].max())) // step) * step)
+        widest = [max(1, *column) for column in zip(*lengths[first : first + size], strict=True)]
+        width, own = (-(-length // step) * step for length in widest)
+        own = min(keep, own)
         columns = slice(max(0, mask.shape[1] - keep - width), mask.shape[1] - keep + own)
         *found, loss = score(ids[rows, columns], mask[rows, columns], own)
         for whole, part in zip((logps, entropies), found, strict=True):
