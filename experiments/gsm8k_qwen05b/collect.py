@@ -16,9 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mxrl.report.files import write_atomically
-from mxrl.report.run_rows import rows_of, short
-from mxrl.report.runs import is_run, read_run
+from mxrl.report.run_rows import rows_of, runs_below, short, write_rows
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -42,27 +40,17 @@ def collect(folder: Path) -> dict[str, list[dict[str, Any]]]:
     files = folder / "evals" / "evals.jsonl"
     if files.is_file():
         found["evals"] = [evaluation(json.loads(line)) for line in files.read_text().splitlines()]
-    runs = {}
-    for config in sorted((folder / "runs").glob("**/config.yaml")):
-        if is_run(config.parent):
-            runs[str(config.parent.relative_to(folder / "runs"))] = read_run(config.parent)
-    if runs:
+    if runs := runs_below(folder / "runs"):
         found |= rows_of(runs, COLUMNS)
     if not found:
         raise ValueError(f"{folder} has no evals/evals.jsonl and no run in runs/: give the folder that run.sh fills")
     return found
 
 
-def main(folder: Path) -> None:
-    for name, rows in collect(folder).items():
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        print(f"{write_atomically(RESULTS / f'{name}.jsonl', text)}: {len(rows)} rows, {len(text) / 1e3:.0f} kB")
-
-
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: collect.py FOLDER, the one that run.sh fills (out/gsm8k)")
     try:
-        main(Path(sys.argv[1]))
+        write_rows(RESULTS, collect(Path(sys.argv[1])))
     except ValueError as error:
         sys.exit(f"collect.py: {error}")

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from mxrl.probes.intervals import Mean, paired
+from mxrl.report.markdown import points
 
 SMALL = 0.02  # a claimed effect of up to this takes SEEDS paired seeds
 SEEDS = 8
@@ -31,22 +32,12 @@ class Difference(NamedTuple):
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 
-def percent(value: float | None, digits: int = 1) -> str:
-    return "—" if value is None else f"{100 * value:.{digits}f}"
-
-
-def signed(value: float) -> str:
-    """In points, with a real minus, and no negative zero."""
-    text = f"{100 * value + 0.0:.1f}"
-    return text.replace("-", "−") if text != "-0.0" else "0.0"
-
-
 def span(found: Difference | None) -> str:
     """`−3.1 [−5.0, −1.2]` in points; without the interval where one value gives none."""
     if found is None:
         return "—"
     value, low, high, _ = found.mean
-    return signed(value) + ("" if low != low else f" [{signed(low)}, {signed(high)}]")
+    return points(value) + ("" if low != low else f" [{points(low)}, {points(high)}]")
 
 
 def recovered(value: float, bf16: float, mxfp4: float) -> str:

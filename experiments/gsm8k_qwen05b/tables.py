@@ -25,9 +25,7 @@ from differences import (
     common_step,
     difference,
     digits,
-    percent,
     recovered,
-    signed,
     span,
     verdict,
 )
@@ -35,7 +33,8 @@ from differences import (
 from mxrl.probes.intervals import paired
 from mxrl.recipes import Recipe
 from mxrl.report.files import write_atomically
-from mxrl.report.markdown import between, table
+from mxrl.report.markdown import between, figure, percent, points, table
+from mxrl.report.run_rows import read_rows
 
 HERE = Path(__file__).resolve().parent
 PAGE, RESULTS, CURVES = HERE / "README.md", HERE / "results", HERE / "curves"
@@ -52,10 +51,6 @@ NOT_RUN = "*Not run yet.*\n"
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------
-
-
-def figure(value: float | None, digits: int) -> str:
-    return "—" if value is None else f"{value:.{digits}f}"
 
 
 # --- without training ------------------------------------------------------------------------------------------------
@@ -224,13 +219,13 @@ def claims(evals: Sequence[Row], runs: Sequence[Row]) -> str:
         ours, theirs = groups.get(a, []), groups.get(b, [])
         found = difference(ours, theirs, step, step) if step else None
         seeds = len({r["options"]["seed"] for r in ours} & {r["options"]["seed"] for r in theirs})
-        body.append([text, f"GRPO, `{a}` − `{b}`", signed(paper), span(found), verdict(found, paper, seeds)])
+        body.append([text, f"GRPO, `{a}` − `{b}`", points(paper), span(found), verdict(found, paper, seeds)])
 
     def before(text: str, a: str, b: str, paper: float | None, sign: int) -> None:
         by = {row["row"]: digits(row["right"]) for row in evals}
         found = Difference(paired(by[a], by[b]), "untrained") if a in by and b in by else None
         word = verdict(found, sign, SEEDS).replace(", on one seed", ", untrained")
-        body.append([text, f"untrained, `{a}` − `{b}`", "—" if paper is None else signed(paper), span(found), word])
+        body.append([text, f"untrained, `{a}` − `{b}`", "—" if paper is None else points(paper), span(found), word])
 
     gain = difference(groups.get("bf16", []), groups.get("bf16", []), step, 0) if step else None
     seeds = len(groups.get("bf16", []))
@@ -278,11 +273,6 @@ def memory() -> str:
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-def load(name: str) -> list[Row]:
-    file = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
-
-
 def about(evals: Sequence[Row], runs: Sequence[Row]) -> str:
     """Devices, versions, commits and dates of what the results hold."""
     parts = []
@@ -308,8 +298,8 @@ def draw() -> list[Path]:
     from mxrl.report.run_groups import compare
     from mxrl.report.runs import Run
 
-    steps, runs = load("steps"), []
-    for row in load("runs"):
+    steps, runs = read_rows(RESULTS, "steps"), []
+    for row in read_rows(RESULTS, "runs"):
         own: list[Mapping[str, Any]] = [step for step in steps if step["run"] == row["run"]]
         runs.append(Run(Path(row["run"]), row["options"], row["info"], own, row["evals"], row["state"], row["reason"]))
     if not runs:
@@ -328,7 +318,7 @@ def draw() -> list[Path]:
 
 def blocks() -> dict[str, str]:
     """The page's generated parts, by the name of their markers."""
-    evals, runs, steps = load("evals"), load("runs"), load("steps")
+    evals, runs, steps = read_rows(RESULTS, "evals"), read_rows(RESULTS, "runs"), read_rows(RESULTS, "steps")
     return {
         "about": about(evals, runs),
         "claims": claims(evals, runs),

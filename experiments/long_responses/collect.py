@@ -15,9 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from mxrl.report.files import write_atomically
-from mxrl.report.run_rows import Row, rows_of, short
-from mxrl.report.runs import Run, is_run, read_run
+from mxrl.report.run_rows import Row, rows_of, runs_below, short, write_rows
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -47,27 +45,17 @@ def collect(folder: Path) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     if (folder / "eval.json").is_file():
         found["policy"] = [policy_row(folder)]
-    runs: dict[str, Run] = {}
-    for config in sorted((folder / "runs").glob("*/*/s*/config.yaml")):  # LENGTH/RECIPE/sSEED
-        if is_run(config.parent):
-            runs[str(config.parent.relative_to(folder / "runs"))] = read_run(config.parent)
-    if runs:
+    if runs := runs_below(folder / "runs"):
         found |= rows_of(runs, COLUMNS, without=("by_group",))
     if not found:
         raise ValueError(f"{folder} has no eval.json and no run in runs/: give the folder that run.sh fills")
     return found
 
 
-def main(folder: Path) -> None:
-    for name, rows in collect(folder).items():
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        print(f"{write_atomically(RESULTS / f'{name}.jsonl', text)}: {len(rows)} rows, {len(text) / 1e3:.0f} kB")
-
-
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: collect.py FOLDER, the one that run.sh fills (out/long)")
     try:
-        main(Path(sys.argv[1]))
+        write_rows(RESULTS, collect(Path(sys.argv[1])))
     except ValueError as error:  # ReportError among them
         sys.exit(f"collect.py: {error}")

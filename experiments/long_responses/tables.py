@@ -8,7 +8,6 @@ What is compared with what, and what a difference decides: differences.py.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +31,9 @@ from differences import (
 
 from mxrl.report import runs_png
 from mxrl.report.files import write_atomically
-from mxrl.report.markdown import between, table
+from mxrl.report.markdown import between, figure, percent, points, table
 from mxrl.report.run_groups import compare
+from mxrl.report.run_rows import read_rows
 from mxrl.report.runs import Run, step_seconds
 
 HERE = Path(__file__).resolve().parent
@@ -53,27 +53,13 @@ NOT_RUN = "*Not run yet.*\n"
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 
-def figure(value: float | None, digits: int) -> str:
-    return "—" if value is None else f"{value:.{digits}f}"
-
-
-def percent(value: float | None) -> str:
-    return "—" if value is None else f"{100 * value:.1f}"
-
-
-def signed(value: float) -> str:
-    """In points, with a real minus, and no negative zero."""
-    text = f"{100 * value:.1f}"
-    return "0.0" if float(text) == 0 else text.replace("-", "−")
-
-
 def span(found: Difference | None) -> str:
     """`−3.1 [−5.0, −1.2] (−3.0, −3.2)` in points: the interval over problems, then each seed's value."""
     if found is None:
         return "—"
     value, low, high, _ = found.problems
-    ends = f" [{signed(low)}, {signed(high)}]" if low == low else ""
-    return f"{signed(value)}{ends} ({', '.join(signed(v) for v in found.seeds.values())})"
+    ends = f" [{points(low)}, {points(high)}]" if low == low else ""
+    return f"{points(value)}{ends} ({', '.join(points(v) for v in found.seeds.values())})"
 
 
 def per_step(runs: Sequence[Row], steps: Sequence[Row], column: str, part: str = "all") -> float | None:
@@ -179,7 +165,7 @@ def gap(runs: Runs, steps: Sequence[Row]) -> str:
             figure(per_step(found, steps, "gap/pearson"), 4), " → ".join(pearson),
             figure(per_step(found, steps, "gap/k3"), 5), figure(per_step(found, steps, "gap/chi2"), 4),
             figure(None if cut is None else 100 * cut, 3), " → ".join(rewritten),
-            "" if apart is None else signed(apart.problems.value),
+            "" if apart is None else points(apart.problems.value),
             figure(None if share is None else 100 * share, 0), figure(median(seconds) if seconds else None, 1),
         ])  # fmt: skip
     head = ["length", "recipe", "tokens", "Pearson", "first → last quarter", "KL (k3)", "χ²", "TIS cut, %",
@@ -285,14 +271,9 @@ def draw(runs: Runs, steps: Sequence[Row]) -> int:
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-def load(name: str, folder: Path = RESULTS) -> list[Row]:
-    file = folder / f"{name}.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
-
-
 def blocks(folder: Path = RESULTS) -> dict[str, str]:
     """The page's generated parts, by the name of their markers."""
-    rows, runs, steps = load("policy", folder), by_name(load("runs", folder)), load("steps", folder)
+    rows, runs, steps = read_rows(folder, "policy"), by_name(read_rows(folder, "runs")), read_rows(folder, "steps")
     return {
         "about": about(rows, runs),
         "claims": claims(runs),
@@ -313,7 +294,7 @@ def page(text: str) -> str:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         write_atomically(PAGE, page(PAGE.read_text(encoding="utf-8")))
-        print(f"written: {PAGE}, {draw(by_name(load('runs')), load('steps'))} curves")
+        print(f"written: {PAGE}, {draw(by_name(read_rows(RESULTS, 'runs')), read_rows(RESULTS, 'steps'))} curves")
     elif sys.argv[1:]:
         sys.exit("usage: tables.py [--write]")
     else:

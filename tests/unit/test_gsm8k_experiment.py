@@ -1,7 +1,7 @@
 """experiments/gsm8k_qwen05b: verdicts and differences on made-up runs, the page, the sweep, and untrained.py on a tiny
 model."""
 
-import importlib.util
+import importlib
 import json
 import math
 import random
@@ -11,21 +11,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scripts import load_script
 
 from mxrl.probes.intervals import Mean
 from mxrl.rl.config import TrainConfig
 
 HERE = Path(__file__).parents[2] / "experiments" / "gsm8k_qwen05b"
-
-
-def loaded(name):
-    """A script of the experiment; under a name of its own, since other experiments have a tables.py too."""
-    spec = importlib.util.spec_from_file_location(f"gsm8k_{name}", HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +26,10 @@ def scripts():
         # by its own name: processes that it starts have to find it
         yield {
             "untrained": importlib.import_module("untrained"),
-            "collect": loaded("collect"),
-            "tables": loaded("tables"),
+            "collect": load_script(HERE / "collect.py"),
+            "tables": load_script(HERE / "tables.py"),
         }
-        for name in ("differences", "untrained", "gsm8k_collect", "gsm8k_tables"):
+        for name in ("differences", "untrained", "gsm8k_qwen05b_collect", "gsm8k_qwen05b_tables"):
             sys.modules.pop(name, None)
 
 
@@ -122,7 +113,7 @@ def test_common_step_is_that_of_the_shortest_run_that_goes_on(differences):
 
 def test_cells(differences):
     assert differences.recovered(0.7, 0.8, 0.6) == "50" and differences.recovered(0.7, 0.8, 0.798) == "—"
-    assert differences.signed(-0.0001) == "0.0" and differences.signed(-0.0312) == "−3.1"
+    assert differences.points(-0.0001) == "0.0" and differences.points(-0.0312) == "−3.1"
     found = differences.Difference(Mean(-0.2, -0.25, 0.15, 9), "seeds")
     assert differences.span(found) == "−20.0 [−25.0, 15.0]"
     assert differences.span(differences.Difference(Mean(0.1, math.nan, math.nan, 1), "seeds")) == "10.0"

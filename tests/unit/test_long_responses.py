@@ -1,7 +1,6 @@
 """experiments/long_responses: its gate, differences and verdicts on made-up rows, its page and sweep; and what its
 supervised training asks of experiments/policies/run.py."""
 
-import importlib.util
 import json
 import math
 import random
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from scripts import load_script
 
 from mxrl.probes.intervals import Mean
 from mxrl.rl.chain import MIXTURES, Difficulty, chain_prompts, solution
@@ -21,22 +21,12 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 HERE = EXPERIMENTS / "long_responses"
 
 
-def loaded(file):
-    """A script under a name of its own, since other experiments have a tables.py too."""
-    spec = importlib.util.spec_from_file_location(f"{file.parent.name}_{file.stem}", file)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def tables():
     others = {name: sys.modules.pop(name, None) for name in ("differences", "gate")}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
-        yield loaded(HERE / "tables.py")
+        yield load_script(HERE / "tables.py")
     for name, other in others.items():
         sys.modules.pop(name, None)
         if other:
@@ -55,12 +45,12 @@ def gate(tables):
 
 @pytest.fixture(scope="module")
 def collect():
-    return loaded(HERE / "collect.py")
+    return load_script(HERE / "collect.py")
 
 
 @pytest.fixture(scope="module")
 def sft():
-    return loaded(EXPERIMENTS / "policies" / "run.py")
+    return load_script(EXPERIMENTS / "policies" / "run.py")
 
 
 # --- the supervised training -----------------------------------------------------------------------------------------
@@ -335,7 +325,9 @@ def test_nothing_run_is_said(tables, tmp_path):
 def test_the_page_is_what_tables_makes(tables):
     text = tables.PAGE.read_text(encoding="utf-8")
     assert tables.page(text) == text, "run python experiments/long_responses/tables.py --write"
-    shown = tables.images(tables.by_name(tables.load("runs")), tables.load("steps"))
+    shown = tables.images(
+        tables.by_name(tables.read_rows(tables.RESULTS, "runs")), tables.read_rows(tables.RESULTS, "steps")
+    )
     assert not [name for name in shown if not (tables.CURVES / name).is_file()]
 
 

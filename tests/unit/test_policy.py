@@ -1,13 +1,12 @@
 """The character tokenizer, the small policies, decoding and paired intervals, and the supervised training script."""
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import load_script
 
 pytest.importorskip("transformers")
 
@@ -42,12 +41,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("policies_run", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["policies_run"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 # --- tokenizer ---

@@ -92,6 +92,6 @@ def test_an_updates_batches_are_dealt_anew_and_whole():
     assert [batch["completion_mask"].sum(1).tolist() for batch in found] == [[6, 5], [3, 2], [2, 1]]
     assert [batch["prompt_mask"].sum(1).tolist() for batch in found] == [[5, 4], [1, 3], [1, 2]]
     assert all(b["num_items_in_batch"] == 19 and b["ref_per_token_logps"] is None for b in found)
-    order = longest_first(mask, KEEP)
+    order = longest_first(*extents(mask, KEEP))
     for name in ("prompt_ids", "completion_ids", "advantages"):
         assert torch.equal(torch.cat([batch[name] for batch in found]), whole[name][order])

@@ -38,10 +38,9 @@ def extents(mask: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def longest_first(mask: Tensor, keep: int) -> Tensor:
+def longest_first(prompts: Tensor, completions: Tensor) -> Tensor:
     """Rows by the completion's length, then the prompt's, the longest first: the largest pass meets fresh memory."""
-    prompt, completion = extents(mask, keep)
-    return (completion * (mask.shape[1] + 1) + prompt).argsort(descending=True, stable=True)
+    return (completions * (prompts.max() + 1) + prompts).argsort(descending=True, stable=True)
 
 
 def sorted_batches(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -51,7 +50,7 @@ def sorted_batches(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         name: torch.cat([batch[name] for batch in batches]) if value is not None and value.ndim else value
         for name, value in batches[0].items()
     }
-    order = longest_first(torch.cat([whole["prompt_mask"], whole["completion_mask"]], 1), keep)
+    order = longest_first(*extents(torch.cat([whole["prompt_mask"], whole["completion_mask"]], 1), keep))
     parts = order.split(size)
     return [
         {name: value[rows] if value is not None and value.ndim else value for name, value in whole.items()}
@@ -73,8 +72,9 @@ def scored_by_length(
     multiple: prompts' and completions' widths are multiples of it, as TRL's `pad_to_multiple_of`.
     Returns the same for all rows in their own order; 0 where a pass was cut.
     """
-    order = longest_first(mask, keep) if len(ids) > size else torch.arange(len(ids), device=ids.device)
-    lengths = torch.stack(extents(mask, keep), 1)[order].tolist()  # the one wait for the device
+    own_lengths = extents(mask, keep)
+    order = longest_first(*own_lengths) if len(ids) > size else torch.arange(len(ids), device=ids.device)
+    lengths = torch.stack(own_lengths, 1)[order].tolist()  # the one wait for the device
     step = multiple or 1
     logps, entropies, losses = [], [], []
     for first, rows in zip(range(0, len(ids), size), order.split(size), strict=True):

@@ -1,8 +1,22 @@
-"""Pages of Markdown whose tables are made: a table, and the marks on the page between which it stands."""
+"""Pages of Markdown whose tables are made: cells, a table, and the marks on the page between which it stands."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+
+def figure(value: float | None, digits: int) -> str:
+    return "—" if value is None else f"{value:.{digits}f}"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return figure(None if share is None else 100 * share, digits)
+
+
+def points(share: float) -> str:
+    """A difference of shares in percentage points, with a real minus, and no negative zero: `-.031` → `−3.1`."""
+    text = figure(100 * share, 1)
+    return "0.0" if float(text) == 0 else text.replace("-", "−")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> str:

@@ -8,10 +8,13 @@ columns asked for. Floats have 6 significant digits: a metric has no more.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from mxrl.report.runs import Run
+from mxrl.report.files import write_atomically
+from mxrl.report.runs import Run, is_run, read_run
 
 Row = dict[str, Any]
 
@@ -60,3 +63,22 @@ def rows_of(
             for row in run.rows
         ],
     }
+
+
+def runs_below(folder: Path) -> dict[str, Run]:
+    """The runs in a folder's folders, by their paths in it, sorted."""
+    found = (config.parent for config in sorted(folder.glob("**/config.yaml")))
+    return {str(path.relative_to(folder)): read_run(path) for path in found if is_run(path)}
+
+
+def write_rows(folder: Path, found: Mapping[str, Sequence[Row]]) -> None:
+    """Write each name's rows as folder/NAME.jsonl, and say so."""
+    for name, rows in found.items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        print(f"{write_atomically(folder / f'{name}.jsonl', text)}: {len(rows)} rows, {len(text) / 1e3:.0f} kB")
+
+
+def read_rows(folder: Path, name: str) -> list[Row]:
+    """What `write_rows` wrote under that name; none where there is no file."""
+    file = folder / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []

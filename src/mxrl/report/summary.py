@@ -104,7 +104,7 @@ def summary(scan: Scan, files: Sequence[Mapping[str, Any]], origin: Mapping[str,
     for tensor in scan.checkpoint.left:
         left[tensor.reason].append(f"{tensor.name} {list(tensor.shape)} {tensor.dtype}")
     totals = {recipe: scan.total(recipe) for recipe in scan.columns}
-    plain = totals[PLAIN].sq_error
+    unit = totals[PLAIN].sq_error
     return {
         "schema": SCHEMA,
         "model": scan.checkpoint.name,
@@ -122,7 +122,7 @@ def summary(scan: Scan, files: Sequence[Mapping[str, Any]], origin: Mapping[str,
         "total": {
             r: stats_dict(total)
             # T over plain MXFP4's; None where that makes no error at all
-            | {"bits": Recipe.parse(r).bits, "relative_to_mxfp4": _json(total.sq_error / plain) if plain else None}
+            | {"bits": Recipe.parse(r).bits, "relative_to_mxfp4": _json(total.sq_error / unit) if unit else None}
             for r, total in totals.items()
         },
         "kinds": {
