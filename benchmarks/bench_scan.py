@@ -157,8 +157,15 @@ def operations_gpu(checkpoint: Checkpoint, columns: tuple[str, ...], args: Any) 
         if count > len(everything.devices):
             yield Operation("steady", lambda _: None, extra={"gpus": count}, missing=f"{len(everything.devices)} GPUs")
             continue
+        command = Operation(
+            "analyze",
+            lambda _, n=count: commanded(args.folder, n),
+            bytes=total,
+            against="read",
+            extra={"gpus": count},
+        )
         if args.only_analyze:
-            yield Operation("analyze", lambda _, n=count: commanded(args.folder, n), bytes=total, extra={"gpus": count})
+            yield command
             continue
         shape = Shape(everything.devices[:count], everything.threads, everything.readers)
         workers = Workers(checkpoint, columns, shape)
@@ -175,7 +182,7 @@ def operations_gpu(checkpoint: Checkpoint, columns: tuple[str, ...], args: Any) 
 
         yield Operation("scan", whole, bytes=total, against="read", extra=about)
         if not args.no_analyze:
-            yield Operation("analyze", lambda _, n=count: commanded(args.folder, n), bytes=total, extra=about)
+            yield command
 
 
 def commanded(folder: Path, gpus: int) -> None:

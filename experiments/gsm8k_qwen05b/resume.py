@@ -35,7 +35,7 @@ def start(name: str, device: str, args: argparse.Namespace) -> subprocess.Popen[
         "task-options": json.dumps({"path": str(args.data)}), "prompts-per-step": args.prompts, "micro-batch": 8,
         "lr": 1e-5, "max-new-tokens": args.tokens, "eval-problems": 64, "eval-every": 0, "eval-samples": 0,
         "monitor-every": 0, "save-every": args.save_every, "save-model": "false",
-        "device": device.partition(":")[0], "out": args.out / name,
+        "deterministic": args.deterministic, "device": device.partition(":")[0], "out": args.out / name,
     }  # fmt: skip
     env = dict(os.environ)
     if device.startswith("cuda:"):
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=300, help="new ones at most, of a completion")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, default=WORK / "resume")
     args = parser.parse_args()
     if args.steps - args.save_every < KILLS:
@@ -114,7 +115,8 @@ def main() -> None:
     rows = {name: steps_of(args.out / name) for name in running}
     evals = {name: read_rows(args.out / name / "evals.jsonl") for name in rows}
     found = {
-        "recipe": args.recipe, "steps": args.steps, "save_every": args.save_every, "killed_after": kills,
+        "recipe": args.recipe, "steps": args.steps, "save_every": args.save_every, "deterministic": args.deterministic,
+        "killed_after": kills,
         "samples_a_step": 8 * args.prompts, "devices": args.devices,
         "columns": sum(not name.startswith(TIMES) for name in rows["straight"][-1]),
         "again_differs": differences(rows["straight"], rows["again"]),

@@ -28,7 +28,7 @@ from mxrl.rl.config import CONFIG, EVALS, METRICS, SUMMARY, TrainConfig
 # The seed is what the runs of a group differ in.
 NOT_COMPARED = (
     "out", "seed", "eval_every", "eval_batch", "eval_samples", "monitor_every", "save_every", "save_model", "reshard",
-    "stop_collapsed",
+    "deterministic", "stop_collapsed",
 )  # fmt: skip
 UNFINISHED = "unfinished"
 

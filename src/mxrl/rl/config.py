@@ -68,6 +68,7 @@ class TrainConfig:
     precision: str = "auto"  # bf16 (autocast over float32 master weights) on a GPU that has it, else fp32
     lm_head_fp32: bool = False
     gradient_checkpointing: bool = False
+    deterministic: bool = False  # on a GPU: the same run twice, bit by bit, and so a resumed one; slower
     reshard: bool | None = None  # several processes: gather weights for each pass, not once a step; None: by size
     # measuring and keeping
     eval_every: int = 20  # steps; greedy accuracy on held-out problems, also before and after; 0: only those two

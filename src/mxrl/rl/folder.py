@@ -12,7 +12,8 @@ from mxrl.report.files import write_atomically
 from mxrl.rl.config import CONFIG, EVALS, METRICS, SUMMARY, ConfigError, TrainConfig
 
 CHECKPOINTS = "checkpoints"
-MAY_DIFFER = ("save_every", "save_model", "stop_collapsed", "eval_batch", "reshard")  # when a run is resumed
+# when a run is resumed
+MAY_DIFFER = ("save_every", "save_model", "stop_collapsed", "eval_batch", "reshard", "deterministic")
 
 Row = dict[str, Any]
 

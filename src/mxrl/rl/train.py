@@ -44,6 +44,7 @@ from mxrl.rl.adapters import lora_config
 from mxrl.rl.chain import STYLES, solution, style_of
 from mxrl.rl.collapse import CollapsedError
 from mxrl.rl.config import ConfigError, TrainConfig
+from mxrl.rl.determinism import deterministic
 from mxrl.rl.evaluate import Evaluation, evaluate
 from mxrl.rl.folder import CHECKPOINTS, CONFIG, MAY_DIFFER, SUMMARY, advice, cut, open_run, read_rows, summarize
 from mxrl.rl.keeper import Keeper, stop_signals
@@ -79,7 +80,7 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
     checkpoint, ended = ranks.on_first(lambda: open_run(out, config, resume))
     if ended is not None:
         return ended
-    with ranks.watching(lambda: advice(out)):
+    with ranks.watching(lambda: advice(out)), deterministic(config.deterministic):
         return _run(config, out, checkpoint, device, bf16)
 
 
