@@ -6,7 +6,8 @@
     runs.jsonl     a row a run: options, what it ran on, how it ended, its evaluations with a digit a problem
     steps.jsonl    a row a step: the columns that the page or a reader's first questions need, to 6 digits
 
-A part that the folder has nothing of stays as it is in results/.
+A part that the folder has nothing of stays as it is in results/. With a second word the rows of runs go beside:
+`collect.py out/gsm8k-hot -lr1e-5` writes runs-lr1e-5.jsonl and steps-lr1e-5.jsonl.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ def collect(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: collect.py FOLDER, the one that run.sh fills (out/gsm8k)")
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: collect.py FOLDER [SUFFIX], the folder that run.sh fills (out/gsm8k)")
+    suffix = "".join(sys.argv[2:])
     try:
-        write_rows(RESULTS, collect(Path(sys.argv[1])))
+        rows = collect(Path(sys.argv[1]))
+        write_rows(RESULTS, {name if name == "evals" else name + suffix: found for name, found in rows.items()})
     except ValueError as error:
         sys.exit(f"collect.py: {error}")

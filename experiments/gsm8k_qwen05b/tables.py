@@ -50,9 +50,6 @@ LAST = 10  # steps that a "last" column is the mean of
 NOT_RUN = "*Not run yet.*\n"
 
 
-# --- cells -----------------------------------------------------------------------------------------------------------
-
-
 # --- without training ------------------------------------------------------------------------------------------------
 
 
@@ -319,12 +316,14 @@ def draw() -> list[Path]:
 def blocks() -> dict[str, str]:
     """The page's generated parts, by the name of their markers."""
     evals, runs, steps = read_rows(RESULTS, "evals"), read_rows(RESULTS, "runs"), read_rows(RESULTS, "steps")
+    hotter = read_rows(RESULTS, "runs-lr1e-5")
     return {
         "about": about(evals, runs),
         "claims": claims(evals, runs),
         "untrained": untrained(evals),
         "trained": trained(runs),
         "accuracies": accuracies(runs),
+        "hotter": trained(hotter) + "\n" + accuracies(hotter) + "\n" + about([], hotter),
         "measures": measures(runs, steps),
         "curves": curves(runs),
         "speed": speed(runs, steps),
