@@ -181,7 +181,7 @@ def speed(runs: Sequence[Row], steps: Sequence[Row]) -> str:
                          f"{real / 1e3:.0f}", f"{real / seconds['update'] / 1e3:.0f}",
                          f"{100 * (1 - real / padded):.0f}"])  # fmt: skip
     head = ["recipe", "seed", *(f"{p}, s" for p in phases), "rollout's share, %", "decoded, 1000 tokens/s",
-            "1000 tokens a step", "update, 1000 tokens/s", "padding, % at least"]  # fmt: skip
+            "1000 tokens a step", "update, 1000 tokens/s", "to the longest, % at least"]  # fmt: skip
     return table(head, body, text=2)
 
 
@@ -316,17 +316,19 @@ def draw() -> list[Path]:
 def blocks() -> dict[str, str]:
     """The page's generated parts, by the name of their markers."""
     evals, runs, steps = read_rows(RESULTS, "evals"), read_rows(RESULTS, "runs"), read_rows(RESULTS, "steps")
-    hotter = read_rows(RESULTS, "runs-lr1e-5")
+    hotter, cut = read_rows(RESULTS, "runs-lr1e-5"), read_rows(RESULTS, "runs-cut-short")
     return {
         "about": about(evals, runs),
         "claims": claims(evals, runs),
         "untrained": untrained(evals),
         "trained": trained(runs),
         "accuracies": accuracies(runs),
+        "cut-short": accuracies(cut) + "\n" + about([], cut),
         "hotter": trained(hotter) + "\n" + accuracies(hotter) + "\n" + about([], hotter),
         "measures": measures(runs, steps),
         "curves": curves(runs),
         "speed": speed(runs, steps),
+        "padded": speed(hotter, read_rows(RESULTS, "steps-lr1e-5")),
         "memory": memory(),
     }
 

@@ -16,14 +16,15 @@ import torch
 
 @contextmanager
 def deterministic(wanted: bool = True) -> Iterator[None]:
-    """Inside it torch takes kernels that give the same bits every time, where there are such; it warns of others.
+    """Inside it torch takes kernels that give the same bits every time; RuntimeError names an operation that has none.
 
-    Best entered before the process's first work on the GPU: cuBLAS reads its workspace's size when it starts.
+    Not torch's warning form: under that one attention's backward pass keeps its atomics. Best entered before the
+    process's first work on the GPU: cuBLAS reads its workspace's size when it starts.
     """
     former = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
