@@ -2,9 +2,10 @@
 
     python experiments/gsm8k_qwen05b/resume.py --devices cuda:0,cuda:1 --out out/gsm8k/resume
 
-Three short runs of one configuration side by side: `straight`, the same once more (`again`: whether this machine
-repeats itself at all), and `killed`, which gets SIGKILL twice, at a random moment of a random step, and is started anew
-by the same command. Of every step's numbers but times, the largest difference from `straight` goes to OUT/resume.json.
+Two short runs of one configuration: `straight`, and `killed`, which gets SIGKILL twice, at a random moment of a random
+step, and is started anew by the same command. Of every step's numbers but times, the largest difference goes to
+OUT/resume.json. Where there is one, a third run, `again`, tells whether this machine repeats itself at all. On GPUs the
+first two run side by side; on a CPU, whose memory may not hold both, one after the other.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from mxrl.rl.train import read_rows
 WORK = Path("out/gsm8k")
 TIMES = ("time/", "speed/", "step_time")
 KILLS = 2
+SHOWN = ("reward", "grad_norm", "completions/mean_length")  # step by step, in the result
 
 
 def start(name: str, device: str, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     options: dict[str, Any] = {
         "recipe": args.recipe, "model": args.model, "task": "gsm8k", "steps": args.steps, "seed": 0,
         "task-options": json.dumps({"path": str(args.data)}), "prompts-per-step": args.prompts, "micro-batch": 8,
-        "lr": 1e-5, "max-new-tokens": args.tokens, "eval-problems": 64, "eval-every": 0, "eval-samples": 0,
+        "lr": 1e-5, "max-new-tokens": args.tokens, "eval-problems": 16, "eval-every": 0, "eval-samples": 0,
         "monitor-every": 0, "save-every": args.save_every, "save-model": "false",
         "deterministic": args.deterministic, "device": device.partition(":")[0], "out": args.out / name,
     }  # fmt: skip
@@ -83,6 +85,12 @@ def killed(device: str, args: argparse.Namespace, chance: random.Random) -> tupl
     return start("killed", device, args), at
 
 
+def wait(running: dict[str, subprocess.Popen[bytes]], args: argparse.Namespace) -> None:
+    for name, process in running.items():
+        if process.wait():
+            sys.exit(f"resume.py: `{name}` ended with {process.returncode}; see {args.out / f'{name}.txt'}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(WORK / "Qwen2.5-Coder-0.5B-Instruct"))
@@ -103,30 +111,30 @@ def main() -> None:
         parser.error(f"--out {args.out}: is there already; its runs would go on instead of starting")
     args.out.mkdir(parents=True)
     devices = args.devices.split(",")
-    running = {name: start(name, device, args) for name, device in (("straight", devices[0]), ("again", devices[-1]))}
+    running = {"straight": start("straight", devices[0], args)}
     try:
+        if devices == ["cpu"]:
+            wait(running, args)
         running["killed"], kills = killed(devices[-1], args, random.Random(args.seed))
-        for name, process in running.items():
-            if process.wait():
-                sys.exit(f"resume.py: `{name}` ended with {process.returncode}; see {args.out / f'{name}.txt'}")
+        wait(running, args)
+        if differences(steps_of(args.out / "straight"), steps_of(args.out / "killed")):
+            running["again"] = start("again", devices[-1], args)
+            wait(running, args)
     finally:
         for process in running.values():
             process.kill()
     rows = {name: steps_of(args.out / name) for name in running}
-    evals = {name: read_rows(args.out / name / "evals.jsonl") for name in rows}
     found = {
         "recipe": args.recipe, "steps": args.steps, "save_every": args.save_every, "deterministic": args.deterministic,
-        "killed_after": kills,
-        "samples_a_step": 8 * args.prompts, "devices": args.devices,
+        "samples_a_step": 8 * args.prompts, "tokens": args.tokens, "devices": args.devices, "killed_after": kills,
         "columns": sum(not name.startswith(TIMES) for name in rows["straight"][-1]),
-        "again_differs": differences(rows["straight"], rows["again"]),
-        "killed_differs": differences(rows["straight"], rows["killed"]),
-        "right_after": {name: e[-1]["right"] for name, e in evals.items()},
-        "reward": {name: [row["reward"] for row in r] for name, r in rows.items()},
+        "differs": {name: differences(rows["straight"], r) for name, r in rows.items() if name != "straight"},
+        "right_after": {name: read_rows(args.out / name / "evals.jsonl")[-1]["right"] for name in rows},
+        **{key: {name: [row[key] for row in r] for name, r in rows.items()} for key in SHOWN},
         "run": read_run(args.out / "straight").info,
     }  # fmt: skip
     print(write_atomically(args.out / "resume.json", json.dumps(found, indent=1) + "\n"))
-    print(json.dumps({name: found[name] for name in ("killed_after", "again_differs", "killed_differs")}))
+    print(json.dumps({name: found[name] for name in ("killed_after", "differs")}))
 
 
 if __name__ == "__main__":
