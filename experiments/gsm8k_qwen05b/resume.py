@@ -34,8 +34,8 @@ SHOWN = ("reward", "grad_norm", "completions/mean_length")  # step by step, in t
 def start(name: str, device: str, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     options: dict[str, Any] = {
         "recipe": args.recipe, "model": args.model, "task": "gsm8k", "steps": args.steps, "seed": 0,
-        "task-options": json.dumps({"path": str(args.data)}), "prompts-per-step": args.prompts, "micro-batch": 8,
-        "lr": 1e-5, "max-new-tokens": args.tokens, "eval-problems": 16, "eval-every": 0, "eval-samples": 0,
+        "task-options": json.dumps({"path": str(args.data)}), "prompts-per-step": args.prompts,
+        "micro-batch": args.micro_batch, "lr": 1e-5, "max-new-tokens": args.tokens, "eval-problems": 0,
         "monitor-every": 0, "save-every": args.save_every, "save-model": "false",
         "deterministic": args.deterministic, "device": device.partition(":")[0], "out": args.out / name,
     }  # fmt: skip
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=300, help="new ones at most, of a completion")
+    parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, default=WORK / "resume")
@@ -129,7 +130,6 @@ def main() -> None:
         "samples_a_step": 8 * args.prompts, "tokens": args.tokens, "devices": args.devices, "killed_after": kills,
         "columns": sum(not name.startswith(TIMES) for name in rows["straight"][-1]),
         "differs": {name: differences(rows["straight"], r) for name, r in rows.items() if name != "straight"},
-        "right_after": {name: read_rows(args.out / name / "evals.jsonl")[-1]["right"] for name in rows},
         **{key: {name: [row[key] for row in r] for name, r in rows.items()} for key in SHOWN},
         "run": read_run(args.out / "straight").info,
     }  # fmt: skip
