@@ -14,6 +14,7 @@ parameter of the first rank's host memory (float32 weights, Adam's two states).
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import PeftModel
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -178,7 +180,22 @@ class ShardedTrainer(TrlTrainer):
     # --- what is ours of a run's state ---
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+        """Raises OSError with one line where the disk doesn't take it; what was written of it is gone then."""
+        above = Path(self._get_output_dir(trial=trial))
+        folder = above / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+            self._save_own_state(folder)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer raises RuntimeError
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            free = f"{shutil.disk_usage(above).free / 1e9:.3g} GB are free there"
+            former = complete_checkpoints(above)
+            kept = f"the last complete checkpoint is {former[-1].name}" if former else "there is no earlier checkpoint"
+            raise OSError(f"{folder} could not be written: {reason} ({free}; {kept})") from error
+
+    def _save_own_state(self, folder: Path) -> None:
         generate_every = self.args.steps_per_generation * self.num_iterations
         state = {
             "recipe": str(self.recipe),
@@ -191,8 +208,7 @@ class ShardedTrainer(TrlTrainer):
             "own": self.record.rollout,
             "carried": self.record.carried,
         }
-        folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        path = _state_path(os.path.join(self._get_output_dir(trial=trial), folder), self.accelerator.process_index)
+        path = _state_path(folder, self.accelerator.process_index)
         if self.accelerator.is_main_process:
             self.accelerator.wait_for_everyone()  # the first process's file says that the others' are there
         torch.save(state, path.with_suffix(".tmp"))
@@ -238,6 +254,12 @@ def complete_checkpoints(folder: str | Path) -> list[Path]:
     """Checkpoints under `folder` that were written to the end, oldest first."""
     found = [p for p in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _state_path(p, 0).is_file()]
     return sorted(found, key=step_of)
+
+
+def remove_incomplete(folder: str | Path) -> None:
+    """Remove what a kill has left of checkpoints: gigabytes that nothing goes on from."""
+    for left in {*Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")} - {*complete_checkpoints(folder)}:
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mxrl.integrations.trl_shards import complete_checkpoints
+from mxrl.integrations.trl_shards import complete_checkpoints, remove_incomplete
 from mxrl.report.files import write_atomically
 from mxrl.rl.config import CONFIG, EVALS, METRICS, SUMMARY, ConfigError, TrainConfig
 
@@ -38,6 +38,7 @@ def open_run(out: Path, config: TrainConfig, resume: str) -> tuple[Path | None, 
             raise ConfigError(
                 f"{out} holds a run with {name}={theirs[name]}, not {value}: give another out, or resume='never'"
             )
+    remove_incomplete(out / CHECKPOINTS)
     found, ended, summary = complete_checkpoints(out / CHECKPOINTS), None, out / SUMMARY
     if summary.is_file():
         ended = json.loads(summary.read_text())
