@@ -23,11 +23,13 @@ from typing import Any
 
 from mxrl.report.files import write_atomically
 from mxrl.report.runs import read_run
-from mxrl.rl.train import read_rows
+from mxrl.rl.config import METRICS
+from mxrl.rl.folder import read_rows
 
 WORK = Path("out/gsm8k")
 TIMES = ("time/", "speed/", "step_time")
 KILLS = 2
+Running = dict[str, "subprocess.Popen[bytes]"]  # by the run's name
 SHOWN = ("reward", "grad_norm", "completions/mean_length")  # step by step, in the result
 
 
@@ -48,9 +50,10 @@ def start(name: str, device: str, args: argparse.Namespace) -> subprocess.Popen[
         return subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
 
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "metrics.jsonl"
-    return read_rows(file) if file.is_file() else []
+def logged(out: Path) -> int:
+    """Whole lines of a run's log so far: a step's last may be in the writing."""
+    file = out / METRICS
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
 
 
 def differences(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, float]:
@@ -66,26 +69,26 @@ def differences(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> dict[str, f
     return found
 
 
-def killed(device: str, args: argparse.Namespace, chance: random.Random) -> tuple[subprocess.Popen[bytes], list[int]]:
-    """The last start of `killed`, and how many steps had been logged at each kill."""
-    after = sorted(chance.sample(range(args.save_every, args.steps), KILLS))
-    at = []
-    for steps in after:
-        process = start("killed", device, args)
+def kill(running: Running, device: str, args: argparse.Namespace, chance: random.Random) -> list[int]:
+    """`killed`, up to its last start; how many steps had been logged at each kill."""
+    out, at = args.out / "killed", []
+    for steps in sorted(chance.sample(range(args.save_every, args.steps), KILLS)):
+        process = running["killed"] = start("killed", device, args)
         begin = time.monotonic()
-        while len(steps_of(args.out / "killed")) < steps and process.poll() is None:
+        while logged(out) < steps and process.poll() is None:
             time.sleep(0.05)
         if process.poll() is None:
             time.sleep(chance.uniform(0, 0.1) * (time.monotonic() - begin))  # somewhere in the step or the checkpoint
             process.send_signal(signal.SIGKILL)
         if process.wait() != -signal.SIGKILL:
             sys.exit(f"resume.py: `killed` ended with {process.returncode} by itself; see {args.out / 'killed.txt'}")
-        at.append(len(steps_of(args.out / "killed")))
+        at.append(logged(out))
         print(f"killed with {at[-1]} steps logged, {time.monotonic() - begin:.0f} s after its start", flush=True)
-    return start("killed", device, args), at
+    running["killed"] = start("killed", device, args)
+    return at
 
 
-def wait(running: dict[str, subprocess.Popen[bytes]], args: argparse.Namespace) -> None:
+def wait(running: Running, args: argparse.Namespace) -> None:
     for name, process in running.items():
         if process.wait():
             sys.exit(f"resume.py: `{name}` ended with {process.returncode}; see {args.out / f'{name}.txt'}")
@@ -116,15 +119,15 @@ def main() -> None:
     try:
         if devices == ["cpu"]:
             wait(running, args)
-        running["killed"], kills = killed(devices[-1], args, random.Random(args.seed))
+        kills = kill(running, devices[-1], args, random.Random(args.seed))
         wait(running, args)
-        if differences(steps_of(args.out / "straight"), steps_of(args.out / "killed")):
+        if differences(*(read_rows(args.out / name / METRICS) for name in ("straight", "killed"))):
             running["again"] = start("again", devices[-1], args)
             wait(running, args)
     finally:
         for process in running.values():
             process.kill()
-    rows = {name: steps_of(args.out / name) for name in running}
+    rows = {name: read_rows(args.out / name / METRICS) for name in running}
     found = {
         "recipe": args.recipe, "steps": args.steps, "save_every": args.save_every, "deterministic": args.deterministic,
         "samples_a_step": 8 * args.prompts, "tokens": args.tokens, "devices": args.devices, "killed_after": kills,
