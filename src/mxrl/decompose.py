@@ -18,13 +18,14 @@ Source: arXiv 2605.20402 (the decomposition); the excess and the control injecti
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,23 +85,12 @@ class ErrorStats:
 
     @classmethod
     def merged(cls, stats: Iterable[ErrorStats]) -> ErrorStats:
-        """zero + a + b + …, taken from left to right: the bits of `+`, field by field, since scans add very many."""
+        """zero + a + b + …, taken from left to right: the bits of `+`."""
         several = tuple(stats)
-        if len(several) == 1:
-            return several[0]
-        parts = [vars(one) for one in (cls.zero(), *several)]
-        histogram = tuple(map(sum, zip(*[part["delta_hist"] for part in parts], strict=True)))
-        sums: dict[str, Any] = {
-            name: functools.reduce(operator.add, [part[name] for part in parts])
-            for name in parts[0]
-            if name != "delta_hist"
-        }
-        return cls(**sums, delta_hist=histogram)
+        return several[0] if len(several) == 1 else Stacked(several).sum()
 
     def to_dict(self) -> dict[str, Any]:
-        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        out["delta_hist"] = list(self.delta_hist)
-        return out
+        return vars(self) | {"delta_hist": list(self.delta_hist)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ErrorStats:
@@ -151,6 +141,28 @@ class ErrorStats:
     def gain(self) -> float:
         """⟨C(x), x⟩ / ‖x‖², about .99: the gain that the tensor itself sees."""
         return _ratio(self.dot_q_x, self.sq_norm)
+
+
+_TYPES = {f.name: np.int64 if f.type == "int" else np.float64 for f in fields(ErrorStats) if f.name != "delta_hist"}
+_numbers = operator.attrgetter(*_TYPES)
+
+
+class Stacked:
+    """Very many tensors' statistics, field by field, for sums over all and over some of them."""
+
+    def __init__(self, several: Sequence[ErrorStats]):
+        columns = zip(*map(_numbers, several), strict=True) if several else [()] * len(_TYPES)
+        self._fields = {n: np.array(c, _TYPES[n]) for n, c in zip(_TYPES, columns, strict=True)}
+        bins = itertools.chain.from_iterable(one.delta_hist for one in several)
+        self._hist = np.fromiter(bins, np.int64, len(several) * DELTA_BINS).reshape(-1, DELTA_BINS)
+
+    def sum(self, which: np.ndarray | slice = slice(None)) -> ErrorStats:
+        """zero + a + b + …, taken from left to right: the bits of `+`. which: of them, as numpy picks rows."""
+        sums: dict[str, Any] = {}
+        for name, values in self._fields.items():
+            some = values[which]
+            sums[name] = np.add.accumulate(np.append(some.dtype.type(0), some))[-1].item()  # an np.sum adds in pairs
+        return ErrorStats(**sums, delta_hist=tuple(self._hist[which].sum(0).tolist()))
 
 
 def _ratio(a: float, b: float) -> float:

@@ -19,11 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mxrl.checkpoint import Checkpoint, Weight
-from mxrl.decompose import ErrorStats
+from mxrl.decompose import ErrorStats, Stacked
 from mxrl.kinds import KINDS
 from mxrl.moments import Moments
 from mxrl.recipes import Recipe, RecipeError
@@ -110,6 +111,12 @@ class Scan:
     def sampled(self, recipe: str, kind: str | None = None) -> ErrorStats:
         """The merged statistics of one of the `extra` recipes over the sample's rows of all weights or of a kind's."""
         return ErrorStats.merged(t.sampled[recipe] for t in self.tensors if kind is None or t.weight.kind == kind)
+
+    def by_kind(self, recipe: str, *, sampled: bool = False) -> dict[str, ErrorStats]:
+        """What `total` or `sampled` gives for every kind, and under "" over all weights: in one pass over them."""
+        stacked = Stacked([(t.sampled if sampled else t.stats)[recipe] for t in self.tensors])
+        kinds = np.array([t.weight.kind for t in self.tensors])
+        return {"": stacked.sum()} | {kind: stacked.sum(kinds == kind) for kind in self.kinds}
 
 
 def parse_recipes(texts: Sequence[str]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import fields
@@ -42,6 +43,7 @@ _HEAD = 1 << 20  # bytes hashed at a file's beginning (safetensors: and the rest
 _HEADER = 1 << 26  # of a header, at most
 _SAMPLES, _SAMPLE = 64, 1 << 12  # pieces of the content, and bytes of each
 _FIELDS = tuple(f.name for f in fields(ErrorStats))
+_values = operator.attrgetter(*_FIELDS)
 
 
 class JournalError(RuntimeError):
@@ -147,22 +149,22 @@ class Journal:
 
     def _load(self) -> int:
         """Read what counts; returns the length of the part of the file that stays."""
-        self._file.seek(0)
         good = 0
-        for number, line in enumerate(self._file.readlines()):
-            try:
-                if not line.endswith(b"\n"):
-                    break  # torn: the process was killed while it wrote
-                entry = json.loads(line)
-                if number == 0:
-                    self.note = self._difference(entry)
-                    if self.note:
-                        return 0
-                else:
-                    self._take(entry)
-            except (ValueError, KeyError, TypeError, IndexError):
-                break  # whatever follows is computed again
-            good += len(line)
+        with self.path.open("rb") as file:  # buffered: `_file` isn't, and would be read byte by byte
+            for number, line in enumerate(file):
+                try:
+                    if not line.endswith(b"\n"):
+                        break  # torn: the process was killed while it wrote
+                    entry = json.loads(line)
+                    if number == 0:
+                        self.note = self._difference(entry)
+                        if self.note:
+                            return 0
+                    else:
+                        self._take(entry)
+                except (ValueError, KeyError, TypeError, IndexError):
+                    break  # whatever follows is computed again
+                good += len(line)
         return good
 
     def _difference(self, key: dict[str, Any]) -> str:
@@ -251,11 +253,7 @@ def _make(folder: Path) -> list[Path]:
     return missing
 
 
-def _values(stats: ErrorStats) -> list[Any]:
-    return [getattr(stats, name) for name in _FIELDS]
-
-
 def _stats(values: Sequence[Any]) -> ErrorStats:
     if len(values) != len(_FIELDS):
         raise ValueError("another version's fields")
-    return ErrorStats.from_dict(dict(zip(_FIELDS, values, strict=True)))
+    return ErrorStats(*(tuple(v) if isinstance(v, list) else v for v in values))

@@ -85,6 +85,7 @@ def column_of(recipe: str, every: int) -> str:
     return recipe if every == 1 else f"{recipe}/{every}"
 
 
+@functools.lru_cache(maxsize=1024)
 def split(column: str) -> tuple[Recipe, int]:
     """The recipe of a column, and on every how manieth row it is taken."""
     recipe, _, every = column.partition("/")
@@ -93,18 +94,23 @@ def split(column: str) -> tuple[Recipe, int]:
 
 def ranges(shape: Sequence[int], dim: int) -> tuple[tuple[int, int], ...]:
     """The (start, stop) of each range of rows; dim: the blocked axis, -1 or -2."""
+    return _ranges(tuple(shape), dim, ELEMENTS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _ranges(shape: tuple[int, ...], dim: int, elements: int) -> tuple[tuple[int, int], ...]:
     if dim not in (-1, -2):
         raise ValueError(f"blocks along axis {dim} of {len(shape)}: a weight's lie along -1 or -2")
     rows, columns = math.prod(shape[:-1]), shape[-1]
-    if rows * columns <= ELEMENTS:
+    if rows * columns <= elements:
         return ((0, rows),)
     unit = rows  # what may be cut freely
-    step = _multiple(ELEMENTS // columns, _CUT)
+    step = _multiple(elements // columns, _CUT)
     if dim == -2:
-        if shape[-2] * columns <= ELEMENTS:
-            step = ELEMENTS // (shape[-2] * columns) * shape[-2]
+        if shape[-2] * columns <= elements:
+            step = elements // (shape[-2] * columns) * shape[-2]
         else:
-            unit, room = shape[-2], ELEMENTS // columns
+            unit, room = shape[-2], elements // columns
             step = max(_multiple(room, 8 * _CUT if room >= 8 * _CUT else _CUT), _CUT)
     return tuple(
         (begin, min(begin + step, first + unit))
@@ -238,7 +244,10 @@ class Ledger:
         return [(weight.name, start, stop) for start, stop in ranges(weight.shape, weight.dim)]
 
     def _known(self, place: Place) -> Result:
-        return self._results.setdefault(place, Result())
+        known = self._results.get(place)
+        if known is None:
+            known = self._results[place] = Result()
+        return known
 
     def tasks(self) -> Iterator[Task]:
         """The first round of every weight, in order; made as they are asked for."""
@@ -301,7 +310,7 @@ class Ledger:
 
     def nonfinite(self, weight: Weight) -> bool:
         """Whether a block with a NaN or an Inf has been met in a weight."""
-        return any(s.nonfinite_blocks for c in self.columns for s in self.parts(weight, c))
+        return any(s.nonfinite_blocks for p in self._places(weight) for s in self._known(p).stats.values())
 
     def share(self, index: int, task: Task | None = None) -> float:
         """Which part of a weight's work a task is, in [0, 1]; without one: which part is done."""

@@ -165,7 +165,17 @@ def open_pool(checkpoint: Checkpoint, shape: Shape) -> Pool:
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
-_START = "import sys; sys.path[:] = sys.argv[2:]; from mxrl.scan_workers import serve; serve(int(sys.argv[1]))"
+# What the parent sends first is longer than a pipe holds: taken before torch is imported, lest the parent waits for that.
+_START = """import sys
+from multiprocessing.connection import Connection
+sys.path[:] = sys.argv[2:]
+pipe = Connection(int(sys.argv[1]))
+try:
+    work = pipe.recv_bytes()
+except EOFError:
+    sys.exit()
+from mxrl.scan_workers import serve
+serve(pipe, work)"""
 
 
 class _Worker:
@@ -318,11 +328,13 @@ class Joining:
         self._others.close()
 
 
-def serve(descriptor: int) -> None:
-    """A worker's life: None once it is up; then tasks in, results out in the same order, until the pipe closes."""
-    pipe = connection.Connection(descriptor)
+def serve(pipe: connection.Connection, work: bytes) -> None:
+    """A worker's life: None once it is up; then tasks in, results out in the same order, until the pipe closes.
+
+    work: a pickle of the checkpoint, and of a lane's device, readers and threads.
+    """
     try:
-        checkpoint, device, readers, threads = pipe.recv()
+        checkpoint, device, readers, threads = pickle.loads(work)
         lane = Lane(checkpoint, device, readers, threads)
         pipe.send(None)
         while True:

@@ -4,7 +4,7 @@
     rebuild(folder)                report.html once more, the same bytes
     rebuild_all(folder)            that, and the page of a probe: `mxrl report FOLDER`
 
-`write` makes the page by `read`, from the files it has just written: so a rebuilt page can't differ.
+`write` makes the page of what the files hold, so a rebuilt page is the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def write(folder: Path, summary: Mapping[str, Any], rows: Iterable[Row], bits: f
     with (folder / TENSORS).open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(to_json(row) + "\n")
-            if asks:
-                collected.add(row)
+            collected.add(row)
     whole = dict(summary) | (answers(summary, collected, bits) if asks else {})
-    (folder / SUMMARY).write_text(to_json(whole, indent=1) + "\n", encoding="utf-8")
-    rebuild(folder)
+    text = to_json(whole, indent=1)
+    (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
+    write_atomically(folder / PAGE, build_page(json.loads(text), collected.own).html())
     return whole
 
 

@@ -103,8 +103,8 @@ def summary(scan: Scan, files: Sequence[Mapping[str, Any]], origin: Mapping[str,
     left: dict[str, list[str]] = defaultdict(list)
     for tensor in scan.checkpoint.left:
         left[tensor.reason].append(f"{tensor.name} {list(tensor.shape)} {tensor.dtype}")
-    totals = {recipe: scan.total(recipe) for recipe in scan.columns}
-    unit = totals[PLAIN].sq_error
+    sums = {recipe: scan.by_kind(recipe) for recipe in scan.columns}
+    unit = sums[PLAIN][""].sq_error
     return {
         "schema": SCHEMA,
         "model": scan.checkpoint.name,
@@ -120,15 +120,15 @@ def summary(scan: Scan, files: Sequence[Mapping[str, Any]], origin: Mapping[str,
         "tensors": len(weights),
         "elements": sum(w.numel for w in weights),
         "total": {
-            r: stats_dict(total)
+            r: stats_dict(of[""])
             # T over plain MXFP4's; None where that makes no error at all
-            | {"bits": Recipe.parse(r).bits, "relative_to_mxfp4": _json(total.sq_error / unit) if unit else None}
-            for r, total in totals.items()
+            | {"bits": Recipe.parse(r).bits, "relative_to_mxfp4": _json(of[""].sq_error / unit) if unit else None}
+            for r, of in sums.items()
         },
         "kinds": {
             kind: {
                 "tensors": sum(w.kind == kind for w in weights),
-                "recipes": {r: stats_dict(scan.total(r, kind)) for r in scan.columns},
+                "recipes": {r: stats_dict(of[kind]) for r, of in sums.items()},
             }
             for kind in scan.kinds
         },
@@ -143,11 +143,12 @@ def summary(scan: Scan, files: Sequence[Mapping[str, Any]], origin: Mapping[str,
 
 def _sampled(scan: Scan) -> dict[str, Any]:
     """The recipes that were measured on every n-th row."""
+    sums = {recipe: scan.by_kind(recipe, sampled=True) for recipe in scan.extra}
     return {
         "every": scan.every,
-        "elements": scan.sampled(scan.extra[0]).numel,
-        "total": {r: stats_dict(scan.sampled(r)) for r in scan.extra},
-        "kinds": {kind: {r: stats_dict(scan.sampled(r, kind)) for r in scan.extra} for kind in scan.kinds},
+        "elements": sums[scan.extra[0]][""].numel,
+        "total": {r: stats_dict(of[""]) for r, of in sums.items()},
+        "kinds": {kind: {r: stats_dict(of[kind]) for r, of in sums.items()} for kind in scan.kinds},
     }
 
 
