@@ -15,8 +15,10 @@ as in `ErrorStats`, so `square_sum` is `ErrorStats.sq_norm` up to the order of t
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -116,24 +118,32 @@ def moments_abk(x_ABK: Tensor, backend: str | None = None) -> Moments:
 
 
 def _reference(x_ABK: Tensor) -> Moments:
-    total = Moments()
-    for rows in _pieces(x_ABK):
-        padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % BLOCK))
-        blocks = padded.unflatten(-1, (-1, BLOCK))
-        peaks = blocks.abs().amax(-1)
-        valid = torch.isfinite(peaks)
-        real = torch.arange(padded.shape[1], device=rows.device).view(-1, BLOCK) < rows.shape[1]
-        x = torch.where(valid.unsqueeze(-1), blocks, 0.0).double()
-        square = x * x
-        peaks = torch.where(valid, peaks, 0.0).double()
-        counts = (valid.unsqueeze(-1) & real).sum(), valid.sum(), (~valid).sum()
-        sums = [_sum(part) for part in (x, square, square * x, square * square, peaks)]
-        amax = peaks.amax() if peaks.numel() else peaks.new_zeros(())
-        # one wait for the device
-        count, finite, nonfinite, *sums, amax = torch.stack([*(n.double() for n in counts), *sums, amax]).tolist()
-        first, second, third, fourth, peak = sums
-        total += Moments(int(count), first, second, third, fourth, amax, int(finite), peak, int(nonfinite))
-    return total
+    parts = (from_sums(sums_of(rows).tolist()) for rows in _pieces(x_ABK))
+    return functools.reduce(operator.add, parts, Moments())
+
+
+def sums_of(rows: Tensor) -> Tensor:
+    """Moments' fields, float64 [9] on the device of rows [r, K], without waiting for it; see `from_sums`."""
+    padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % BLOCK))
+    blocks = padded.unflatten(-1, (-1, BLOCK))
+    peaks = blocks.abs().amax(-1)
+    valid = torch.isfinite(peaks)
+    real = torch.arange(padded.shape[1], device=rows.device).view(-1, BLOCK) < rows.shape[1]
+    x = torch.where(valid.unsqueeze(-1), blocks, 0.0).double()
+    square = x * x
+    peaks = torch.where(valid, peaks, 0.0).double()
+    amax = peaks.amax() if peaks.numel() else peaks.new_zeros(())
+    count, finite, bad = (n.sum().double() for n in (valid.unsqueeze(-1) & real, valid, ~valid))
+    powers = (_sum(part) for part in (x, square, square * x, square * square))
+    return torch.stack([count, *powers, amax, finite, _sum(peaks), bad])
+
+
+def from_sums(values: Sequence[float]) -> Moments:
+    """Of what `sums_of` gave: its counts as whole numbers."""
+    found: dict[str, Any] = dict(zip((f.name for f in fields(Moments)), values, strict=True))
+    for name in ("count", "blocks", "nonfinite_blocks"):
+        found[name] = int(found[name])
+    return Moments(**found)
 
 
 def _pieces(x_ABK: Tensor) -> Iterator[Tensor]:

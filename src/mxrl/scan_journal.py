@@ -256,4 +256,6 @@ def _make(folder: Path) -> list[Path]:
 def _stats(values: Sequence[Any]) -> ErrorStats:
     if len(values) != len(_FIELDS):
         raise ValueError("another version's fields")
-    return ErrorStats(*(tuple(v) if isinstance(v, list) else v for v in values))
+    known: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
+    known["delta_hist"] = tuple(known["delta_hist"])
+    return ErrorStats(**known)

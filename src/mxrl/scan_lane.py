@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mxrl.checkpoint import Checkpoint, Weight
+from mxrl.scan_replay import Replay
 from mxrl.scan_tasks import Result, Task, read, read_into, run, width
 
 _PAGE = 4096
@@ -27,6 +28,7 @@ class Lane:
         self._queue: deque[tuple[Task, Future[Tensor]]] = deque()
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="mxrl-read")
         self._own = threading.local()
+        self._replay = Replay()
         self._threads_before = torch.get_num_threads()
         if threads:
             torch.set_num_threads(threads)
@@ -49,7 +51,7 @@ class Lane:
         if self._device.type == "cpu":
             return task, run(task, weight, rows)
         with torch.cuda.device(self._device):  # Triton launches on the current device
-            return task, run(task, weight, rows)
+            return task, self._replay.run(task, weight, rows)
 
     def close(self) -> None:
         self._readers.shutdown(cancel_futures=True)

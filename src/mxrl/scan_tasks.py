@@ -175,27 +175,37 @@ def sample(x_ABK: Tensor, weight: Weight, start: int, every: int) -> Tensor:
     return (x_ABK[-start % every :: every] if weight.dim == -1 else x_ABK[:, ::every]).contiguous()
 
 
-@torch.no_grad()
-def run(task: Task, weight: Weight, rows: Tensor) -> Result:
-    """Do it. rows: as `read` gives them, on the device that shall compute."""
-    x_ABK = operand(rows, weight)
-    maxima, stats, amax = dict(task.maxima), {}, {}
-    sampled = {1: x_ABK}
+def operands(task: Task, weight: Weight, x_ABK: Tensor) -> Iterator[tuple[str, Recipe, Tensor, Tensor | None]]:
+    """Of each of a task's columns: its name, the recipe, what it is taken on [A, B, K], and NVFP4's tensor scale."""
+    maxima, sampled = dict(task.maxima), {1: x_ABK}
     for column in task.columns:
         recipe, every = split(column)
         if every not in sampled:
             sampled[every] = sample(x_ABK, weight, task.start, every)
         x = sampled[every]
         if column in maxima:
-            dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-            scale = nvfp4_tensor_scale(torch.tensor(maxima[column], dtype=dtype, device=rows.device), recipe.rule)
+            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            scale = nvfp4_tensor_scale(torch.tensor(maxima[column], dtype=dtype, device=x.device), recipe.rule)
         else:
             scale = whole_tensor_scale(x, recipe)
-        operation = dispatch.operation("stats", x, recipe)
-        stats[column] = ErrorStats(**operation.stats(x, recipe, None, scale))
-    for column in task.amax:
-        recipe = Recipe.parse(column)
-        amax[column] = float(dispatch.operation("qdq", x_ABK, recipe).finite_amax(x_ABK, recipe))
+        yield column, recipe, x, scale
+
+
+def finite_amax(x_ABK: Tensor, column: str) -> Tensor:
+    """The largest finite magnitude that a column's recipe sees, 0-d on x's device."""
+    recipe, _ = split(column)
+    return dispatch.operation("qdq", x_ABK, recipe).finite_amax(x_ABK, recipe)
+
+
+@torch.no_grad()
+def run(task: Task, weight: Weight, rows: Tensor) -> Result:
+    """Do it. rows: as `read` gives them, on the device that shall compute."""
+    x_ABK = operand(rows, weight)
+    stats = {
+        column: ErrorStats(**dispatch.operation("stats", x, recipe).stats(x, recipe, None, scale))
+        for column, recipe, x, scale in operands(task, weight, x_ABK)
+    }
+    amax = {column: float(finite_amax(x_ABK, column)) for column in task.amax}
     return Result(stats, amax, moments_abk(x_ABK) if task.moments else None)
 
 

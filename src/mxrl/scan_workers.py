@@ -165,7 +165,7 @@ def open_pool(checkpoint: Checkpoint, shape: Shape) -> Pool:
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
-# What the parent sends first is longer than a pipe holds: taken before torch is imported, lest the parent waits for that.
+# The first message is longer than a pipe holds: taken before torch is imported, lest the parent waits for that.
 _START = """import sys
 from multiprocessing.connection import Connection
 sys.path[:] = sys.argv[2:]

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -267,21 +268,23 @@ def launch(x_ABK: Tensor, recipe: Recipe, sums: Tensor, words: Tensor, floats: i
 
 
 @functools.lru_cache(maxsize=16)
-def _delta(rule: str) -> Tensor:
-    """delta, float64 [128], of a block whose maximum has mantissa 1 + i/128."""
+def _delta(rule: str) -> tuple[np.ndarray, np.ndarray]:
+    """delta of a block whose maximum has mantissa 1 + i/128, float64 [128], and the bin it falls into, int64 [128]."""
     m = 1 + torch.arange(MANTISSAS, dtype=torch.float64) / MANTISSAS
     scale = block_scale(m.float(), MXFP4, rule).value.double()
-    return torch.log2(scale / divide(m, MXFP4.q_max))
+    delta = torch.log2(scale / divide(m, MXFP4.q_max))
+    return delta.numpy(), ((delta + 1) * (DELTA_BINS / 2)).long().clamp(0, DELTA_BINS - 1).numpy()
 
 
-def deltas(counts: Tensor, recipe: Recipe) -> dict[str, Any]:
+def deltas(counts: np.ndarray, recipe: Recipe) -> dict[str, Any]:
     """int64 [128] blocks by mantissa -> delta_count, delta_sum, delta_sq_sum, gamma_sum, delta_hist (int64 [64])."""
-    delta, n = _delta(recipe.rule), counts.double()
-    bins = ((delta + 1) * (DELTA_BINS / 2)).long().clamp(0, DELTA_BINS - 1)
+    delta, bins = _delta(recipe.rule)
+    hist = np.zeros(DELTA_BINS, np.int64)
+    np.add.at(hist, bins, counts)
     return dict(
         delta_count=int(counts.sum()),
-        delta_sum=float((n * delta).sum()),
-        delta_sq_sum=float((n * delta * delta).sum()),
-        gamma_sum=float((n * torch.exp2(delta)).sum()),
-        delta_hist=torch.zeros(DELTA_BINS, dtype=torch.int64).index_add_(0, bins, counts),
+        delta_sum=float((counts * delta).sum()),
+        delta_sq_sum=float((counts * delta * delta).sum()),
+        gamma_sum=float((counts * np.exp2(delta)).sum()),
+        delta_hist=hist,
     )

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -321,9 +322,9 @@ def stats(x_ABK: Tensor, recipe: Recipe, foreign_ABK: Tensor | None, tensor_scal
     NVFP4's, 0-d float32 on the device, else None. Raises ValueError for what `unsupported` names.
     """
     if x_ABK.numel() == 0:
-        return fields(torch.zeros(WIDTH, dtype=torch.int64), None)
+        return fields(np.zeros(WIDTH, np.int64), None)
     total, short = launch(x_ABK, recipe, foreign_ABK, tensor_scale)
-    return fields(total.cpu(), recipe if short else None)
+    return fields(total.cpu().numpy(), recipe if short else None)
 
 
 def orthogonal(recipe: Recipe) -> bool:
@@ -379,9 +380,9 @@ def launch(
     return total, short
 
 
-def fields(total: Tensor, short: Recipe | None) -> dict[str, Any]:
-    """Sums int64 [WIDTH] on the CPU -> ErrorStats' fields. short: the recipe if stats_fast_triton served, else None."""
-    out: dict[str, Any] = dict(zip(FLOATS, total.view(torch.float64)[: len(FLOATS)].tolist(), strict=True))
+def fields(total: np.ndarray, short: Recipe | None) -> dict[str, Any]:
+    """Sums int64 [WIDTH] -> ErrorStats' fields. short: the recipe if stats_fast_triton served, else None."""
+    out: dict[str, Any] = dict(zip(FLOATS, total[: len(FLOATS)].view(np.float64).tolist(), strict=True))
     out |= dict(zip(COUNTS, total[COUNTS_AT:HIST].tolist(), strict=True))
     hist = total[HIST : HIST + DELTA_BINS]
     if short is not None:
