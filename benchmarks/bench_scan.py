@@ -11,7 +11,7 @@ anew unless it lies in --folder already. One pass of each in every round, interl
     arithmetic    error_stats on tensors in memory, all recipes of a scan, every core (CPU) or a GPU
     scan          mxrl.scan.scan, from start to end: processes started, torch imported, kernels loaded
     steady        the same tasks by workers that are up and warm, journal and sums included
-    analyze       scan, sha256 of every file, page; on GPUs the command itself, from a new process on
+    analyze       scan, sha256 of every file, page (on GPUs: bench_analyze.py)
 
 `fraction` is a throughput as a share of the slower of read and arithmetic, which `against` names: the one that binds.
 On GPUs `gpus` says how many (read and arithmetic: one), `speedup` is steady's or scan's throughput over that of the
@@ -25,8 +25,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -157,16 +155,6 @@ def operations_gpu(checkpoint: Checkpoint, columns: tuple[str, ...], args: Any) 
         if count > len(everything.devices):
             yield Operation("steady", lambda _: None, extra={"gpus": count}, missing=f"{len(everything.devices)} GPUs")
             continue
-        command = Operation(
-            "analyze",
-            lambda _, n=count: commanded(args.folder, n),
-            bytes=total,
-            against="read",
-            extra={"gpus": count},
-        )
-        if args.only_analyze:
-            yield command
-            continue
         shape = Shape(everything.devices[:count], everything.threads, everything.readers)
         workers = Workers(checkpoint, columns, shape)
         about: Row = {"gpus": count, "processes": count, "readers": shape.readers, "startup_s": workers.startup}
@@ -181,16 +169,6 @@ def operations_gpu(checkpoint: Checkpoint, columns: tuple[str, ...], args: Any) 
                 pool.close()
 
         yield Operation("scan", whole, bytes=total, against="read", extra=about)
-        if not args.no_analyze:
-            yield command
-
-
-def commanded(folder: Path, gpus: int) -> None:
-    """`mxrl analyze` as a user starts it, on so many GPUs."""
-    with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "mxrl", "analyze", str(folder), "--device", "cuda", "-o", f"{out}/out"]
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
-        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def common(checkpoint: Checkpoint, columns: tuple[str, ...], device: torch.device, about: Row) -> Iterator[Operation]:
@@ -233,8 +211,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=2e9, help="as mxrl analyze's, in bytes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint where it is")
-    parser.add_argument("--no-analyze", action="store_true")
-    parser.add_argument("--only-analyze", action="store_true", help="on GPUs: read, arithmetic and the whole command")
+    parser.add_argument("--no-analyze", action="store_true", help="on a CPU: leave it out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.memory = int(args.memory)

@@ -2,7 +2,7 @@
 # Tests and benchmarks on a machine with a CUDA GPU, at most nine minutes in all; results go to $OUT (default ./out/gpu).
 #
 #   bash benchmarks/run_gpu.sh [tests] [kernels] [train] [rollout] [counters]      default: the first four, in this order
-#   bash benchmarks/run_gpu.sh rank_tests ranks scan                               on a host with two GPUs
+#   bash benchmarks/run_gpu.sh rank_tests ranks scan analyze                       on a host with two GPUs
 #
 # On a machine that reaches no package index: wheels of what its Python lacks lie in .whl/ and go to /tmp/site; those of
 # the other libraries lie in .whl/peers/ and go to /tmp/peers, which only the kernels' part sees. MXRL_COMMIT names the
@@ -39,7 +39,7 @@ for name in "$@"; do
   case $name in
     tests)
       OMP_NUM_THREADS=2 part tests 170 python3 -m pytest -n 14 -p no:cacheprovider --tb=short --durations=8 \
-        tests/unit/test_{devices,attention,sample,engine,nn_grouped,nn_activations,nn_shared}.py tests/unit/test_*_triton.py
+        tests/unit/test_{devices,attention,sample,engine,nn_grouped,nn_activations,nn_shared,scan_replay}.py tests/unit/test_*_triton.py
       tail -n 40 "$OUT/tests.txt" | cut -c1-200
       ;;
     kernels)
@@ -66,12 +66,16 @@ for name in "$@"; do
       part scan 200 python3 benchmarks/bench_scan.py --device cuda --gpus 1,2 --folder /dev/shm/mxrl-scan --gigabytes 8 ${SCAN:-} --out "$OUT/scan_cuda.jsonl"
       tail -n 20 "$OUT/scan.txt" | cut -c1-250
       ;;
+    analyze)
+      part analyze 300 python3 benchmarks/bench_analyze.py --folder /dev/shm/mxrl-analyze ${ANALYZE:-} --out "$OUT/analyze_cuda.jsonl"
+      tail -n 20 "$OUT/analyze.txt" | cut -c1-300
+      ;;
     counters)
       part counters 120 python3 benchmarks/counters.py --out "$OUT/counters_cuda.jsonl"
       tail -n 40 "$OUT/counters.txt" | cut -c1-200
       ;;
     *)
-      echo "run_gpu.sh: unknown part '$name'; possible: tests kernels train rollout rank_tests ranks scan counters" >&2
+      echo "run_gpu.sh: unknown part '$name'; possible: tests kernels train rollout rank_tests ranks scan analyze counters" >&2
       exit 2
       ;;
   esac

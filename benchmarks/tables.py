@@ -234,6 +234,24 @@ def scan(rows: list[Row]) -> Iterator[str]:
         yield f"| {' | '.join([row['op'], speed, share, *(times if gpu else [])])} |"
 
 
+def analyze(rows: list[Row]) -> Iterator[str]:
+    """The whole command, and how its time is divided."""
+    same = all(r["same_rows"] for r in rows)
+    yield f"\nSeconds of the whole process; tensors.jsonl {'is the same in every run' if same else 'DIFFERS'}.\n"
+    heads = ["checkpoint", "GPUs", "seconds", "× one GPU", "import", "open", "to the first result", "scan", "sums"]
+    heads += ["hash", "page", "the second GPU joins at"]
+    yield f"| {' | '.join(heads)} |"
+    yield "|" + "---|" * len(heads)
+    for row in rows:
+        ends = row["parts"]
+        order = ("import", "open", "first", "scanned", "summed", "hashed", "written")
+        took = [ends[b] - a for a, b in zip((0.0, *(ends[name] for name in order)), order, strict=False)]
+        size = f"{row['bytes'] / 1e9:.0f} GB, {row['tensors']:,} tensors"
+        joined = f"{ends['joined'][0]:.1f}" if "joined" in ends else ""
+        cells = [size, str(row["gpus"]), f"{row['ms']['p50'] / 1e3:.1f}", f"{row['speedup']:.2f}"]
+        yield f"| {' | '.join([*cells, *(f'{s:.1f}' for s in took), joined])} |"
+
+
 PAGES = {
     "kernels": kernels,
     "instructions": instructions,
@@ -243,6 +261,7 @@ PAGES = {
     "passes": passes,
     "ranks": ranks,
     "scan": scan,
+    "analyze": analyze,
 }
 
 

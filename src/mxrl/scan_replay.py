@@ -68,10 +68,10 @@ def launched(task: Task, weight: Weight, rows: Tensor) -> Launched:
 
 
 def served(task: Task, rows: Tensor) -> bool:
-    """Whether a task can be launched like this: Triton serves all of it, and nothing but the rows goes in."""
+    """Whether Triton serves all of a task."""
     recipes = [split(column)[0] for column in (*task.columns, *task.amax)]
     modules = {dispatch.operation(name, rows, recipe).__name__ for recipe in recipes for name in ("stats", "qdq")}
-    return rows.numel() > 0 and not task.maxima and modules <= {"mxrl.ops.stats_triton", "mxrl.ops.qdq_triton"}
+    return rows.numel() > 0 and modules <= {"mxrl.ops.stats_triton", "mxrl.ops.qdq_triton"}
 
 
 class Replay:
@@ -82,18 +82,18 @@ class Replay:
         self._pool: Any = None  # one memory for all graphs: the sums of one are read before the next one runs
 
     def run(self, task: Task, weight: Weight, rows: Tensor) -> Result:
-        if not served(task, rows):
-            return run(task, weight, rows)
         k = weight.shape[-2] if weight.dim == -2 else 0
         phases = tuple(-task.start % split(column)[1] for column in task.columns)  # of the sample's rows
         key = (rows.shape, rows.dtype, weight.dim, k, task.columns, phases, task.amax, task.moments)
+        if task.maxima or (key not in self._known and not served(task, rows)):
+            return run(task, weight, rows)
         if key not in self._known:  # the first loads the kernels, which a capture may not
             self._known[key] = None
             return launched(task, weight, rows).result(task)
         graph = self._known[key]
         if graph is None:
             if sum(g is not None for g in self._known.values()) >= GRAPHS:
-                self._known = {}
+                self._known, self._pool = {}, None
             graph = self._known[key] = _Graph(task, weight, rows, self._pool)
             self._pool = graph.pool
         return graph.run(task, rows)

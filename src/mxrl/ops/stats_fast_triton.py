@@ -269,22 +269,22 @@ def launch(x_ABK: Tensor, recipe: Recipe, sums: Tensor, words: Tensor, floats: i
 
 @functools.lru_cache(maxsize=16)
 def _delta(rule: str) -> tuple[np.ndarray, np.ndarray]:
-    """delta of a block whose maximum has mantissa 1 + i/128, float64 [128], and the bin it falls into, int64 [128]."""
+    """Of blocks whose maximum has mantissa 1 + i/128: delta, delta², 2^delta, float64 [3, 128]; delta's bin, [128]."""
     m = 1 + torch.arange(MANTISSAS, dtype=torch.float64) / MANTISSAS
     scale = block_scale(m.float(), MXFP4, rule).value.double()
     delta = torch.log2(scale / divide(m, MXFP4.q_max))
-    return delta.numpy(), ((delta + 1) * (DELTA_BINS / 2)).long().clamp(0, DELTA_BINS - 1).numpy()
+    bins = ((delta + 1) * (DELTA_BINS / 2)).long().clamp(0, DELTA_BINS - 1)
+    return torch.stack([delta, delta * delta, torch.exp2(delta)]).numpy(), bins.numpy()
 
 
 def deltas(counts: np.ndarray, recipe: Recipe) -> dict[str, Any]:
     """int64 [128] blocks by mantissa -> delta_count, delta_sum, delta_sq_sum, gamma_sum, delta_hist (int64 [64])."""
-    delta, bins = _delta(recipe.rule)
-    hist = np.zeros(DELTA_BINS, np.int64)
-    np.add.at(hist, bins, counts)
+    powers, bins = _delta(recipe.rule)
+    one, two, gamma = (counts * powers).sum(1).tolist()
     return dict(
         delta_count=int(counts.sum()),
-        delta_sum=float((counts * delta).sum()),
-        delta_sq_sum=float((counts * delta * delta).sum()),
-        gamma_sum=float((counts * np.exp2(delta)).sum()),
-        delta_hist=hist,
+        delta_sum=one,
+        delta_sq_sum=two,
+        gamma_sum=gamma,
+        delta_hist=np.bincount(bins, counts, DELTA_BINS).astype(np.int64),  # float64 holds counts up to 2^53
     )

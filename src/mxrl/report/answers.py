@@ -116,12 +116,10 @@ def _finite(value: float) -> float | None:
 
 def _fingerprints(summary: Mapping[str, Any], own: Sequence[Row]) -> dict[str, Any]:
     main = summary["recipes"][0]
-    layers: dict[int, ErrorStats] = defaultdict(ErrorStats.zero)
-    count: dict[int, int] = defaultdict(int)
+    layers: dict[int, list[ErrorStats]] = defaultdict(list)
     for row in own:
         if row.get("layer") is not None:
-            layers[row["layer"]] += ErrorStats.from_dict(row)
-            count[row["layer"]] += 1
+            layers[row["layer"]].append(ErrorStats.from_dict(row))
     kinds = {
         kind: {"tensors": entry["tensors"]} | fingerprint(ErrorStats.from_dict(entry["recipes"][main]))
         for kind, entry in summary["kinds"].items()
@@ -130,7 +128,9 @@ def _fingerprints(summary: Mapping[str, Any], own: Sequence[Row]) -> dict[str, A
         "recipe": main,
         "total": {"tensors": summary["tensors"]} | fingerprint(ErrorStats.from_dict(summary["total"][main])),
         "kinds": kinds,
-        "layers": {str(i): {"tensors": count[i]} | fingerprint(layers[i]) for i in sorted(layers)},
+        "layers": {
+            str(i): {"tensors": len(layers[i])} | fingerprint(ErrorStats.merged(layers[i])) for i in sorted(layers)
+        },
     }
 
 

@@ -9,6 +9,7 @@ Field names are those of ErrorStats: `to_dict()` and its derived figures.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import defaultdict
@@ -190,7 +191,12 @@ def tensor_rows(scan: Scan) -> Iterator[Row]:
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """JSON without NaN or Infinity; a number that isn't finite is an error here, not in whoever reads the file."""
-    return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    return _encoder(indent).encode(value)
+
+
+@functools.lru_cache(maxsize=2)
+def _encoder(indent: int | None) -> json.JSONEncoder:
+    return json.JSONEncoder(indent=indent, ensure_ascii=False, allow_nan=False)
 
 
 def _json(value: float) -> float | None:

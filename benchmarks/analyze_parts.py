@@ -1,6 +1,6 @@
 """Where the time of `mxrl analyze` goes: the command itself, in this process, with the time at which each part ended.
 
-    python benchmarks/analyze_timeline.py TIMES.json FOLDER --device cuda -o OUT      the arguments of `mxrl analyze`
+    python benchmarks/analyze_parts.py TIMES.json FOLDER --device cuda -o OUT      the arguments of `mxrl analyze`
 
 TIMES.json: seconds since this process was started, by part, in their order:
 
