@@ -2,7 +2,7 @@
 
     Lane        in this process (scan_lane.py)
     Processes   one Lane in each of several processes, a pipe to each
-    Joining     a Lane here, on the first GPU; Processes for the other GPUs join in as they come up
+    Joining     Processes for several GPUs, and a Lane here until they are up
     Shape       how many of them, on what, within how much memory: `shape_of`
 
 All are pools: `submit(task)` while `free`, `next() -> (task, result)` while `busy`, `close()`.
@@ -123,10 +123,12 @@ def shape_of(
     rows, decoded, extra = _rows(checkpoint)
     if devices[0] != "cpu":
         most = min(_READERS, max(2, cores // len(devices) - 1))
-        room = (memory - _MAIN) // len(devices) - (_WORKER if len(devices) > 1 else 0) - extra
+        workers = len(devices) if len(devices) > 1 else 0
+        fixed = _MAIN + workers * _WORKER
+        room = (memory - fixed) // (workers + 1) - extra
         readers = min(most, room // max(rows + decoded, 1))
         if readers < 1:
-            raise _too_little(memory, _MAIN + len(devices) * (_WORKER + extra + rows + decoded))
+            raise _too_little(memory, fixed + (workers + 1) * (extra + rows + decoded))
         return Shape(devices, 1, readers)
     one = extra + 2 * decoded  # the rows that are read ahead, and those that are worked on
     if memory < _MAIN + one:
@@ -157,7 +159,7 @@ def _too_little(memory: int, need: int) -> OptionError:
 
 
 def open_pool(checkpoint: Checkpoint, shape: Shape) -> Pool:
-    """One lane of a shape runs here, more in processes; of several GPUs the first one's lane is here too."""
+    """One lane of a shape runs here, more in processes."""
     if len(shape.devices) == 1:
         return Lane(checkpoint, shape.devices[0], shape.readers, shape.threads)
     return Processes(checkpoint, shape) if shape.devices[0] == "cpu" else Joining(checkpoint, shape)
@@ -235,6 +237,11 @@ class Processes:
         return any(len(worker.tasks) < self._capacity for worker in self._workers)
 
     @property
+    def up(self) -> bool:
+        """Whether all of them are."""
+        return all(worker.up for worker in self._workers)
+
+    @property
     def free_and_up(self) -> bool:
         return any(len(worker.tasks) < self._capacity for worker in self._workers if worker.up)
 
@@ -289,17 +296,17 @@ class Processes:
 
 
 class Joining:
-    """A Lane here, on the first device; the other devices' processes get tasks once they are up.
+    """A process for each device, which get tasks once they are up; until all of them are, a Lane here works too.
 
     A process takes seconds to import torch, in which one GPU does much of a scan, or all of it: nobody waits then for
-    the others, so that more GPUs are not slower than one.
+    the others, so that more GPUs are not slower than one. Afterwards what is left for this process (results, journal,
+    progress) takes half as long as a lane, so a lane here would hold up the others.
     """
 
     def __init__(self, checkpoint: Checkpoint, shape: Shape):
-        first, others = shape.devices[0], shape.devices[1:]
-        self._others = Processes(checkpoint, Shape(others, shape.threads, shape.readers))
+        self._others = Processes(checkpoint, shape)
         try:
-            self._own = Lane(checkpoint, first, shape.readers, shape.threads)
+            self._own = Lane(checkpoint, shape.devices[0], shape.readers, shape.threads)
         except BaseException:
             self._others.close()
             raise
@@ -310,7 +317,7 @@ class Joining:
 
     @property
     def free(self) -> bool:
-        return self._own.free or self._others.free_and_up
+        return self._others.free_and_up or (self._own.free and not self._others.up)
 
     @property
     def busy(self) -> bool:

@@ -141,19 +141,28 @@ def test_a_lane_here_does_the_whole_scan_while_the_others_start(checkpoint: Chec
 
 
 def test_processes_that_are_up_take_their_share(checkpoint: Checkpoint) -> None:
+    """And all of it once all of them are."""
     alone = parts(checkpoint, Lane(checkpoint, "cpu"))
     pool = Joining(checkpoint, Shape(("cpu", "cpu"), 1, 1))
     mine: list[Task] = []
     own = pool._own.submit
     pool._own.submit = lambda task: (mine.append(task), own(task))[1]  # type: ignore[method-assign]
+    others = pool._others
     try:
-        pool._others.look(None)  # until it is up
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        others.look(None)  # until the first is up
+        assert not others.up
         assert parts(checkpoint, pool) == alone
         assert 0 < len(mine) < len(list(Ledger(checkpoint, COLUMNS).tasks()))
+        mine.clear()
+        os.kill(pool.pids[1], signal.SIGCONT)
+        assert wait_until(lambda: others.look(1) or others.up)
+        assert parts(checkpoint, pool) == alone
+        assert not mine
         os.kill(pool.pids[0], signal.SIGKILL)
         assert wait_until(lambda: gone(pool.pids[0]))
         with pytest.raises(WorkerError, match="killed by SIGKILL before its first tensor"):
-            pool._others.look(10)
+            others.look(10)
     finally:
         pool.close()
 
@@ -274,7 +283,7 @@ def test_gpus_get_a_process_each_and_readers_as_memory_allows(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)), raising=False)
     large = dataclasses.replace(checkpoint.weights[0], shape=(1 << 20, 1 << 14))  # float32: ranges of 64 MiB
     many = dataclasses.replace(checkpoint, weights=(large,))
-    assert shape_of(many, COLUMNS, jobs=None) == Shape(("cuda:0", "cuda:1"), 1, 7)
+    assert shape_of(many, COLUMNS, jobs=None) == Shape(("cuda:0", "cuda:1"), 1, 5)
     assert shape_of(many, COLUMNS, jobs=None, device="cuda:1") == Shape(("cuda:1",), 1, 8)
     assert shape_of(checkpoint, COLUMNS, jobs=None) == Shape(("cpu",), 0, 1)
     with pytest.raises(ValueError, match="too little"):
