@@ -10,10 +10,12 @@ anew unless it lies in --folder already. One pass of each in every round, interl
     read          every tensor of every shard by safetensors' own safe_open, copied out of the map, as a loader would
     arithmetic    error_stats on tensors in memory, all recipes of a scan, every core (CPU) or a GPU
     scan          mxrl.scan.scan, from start to end: processes started, torch imported, kernels loaded
+    task          on a GPU: one expert's tensor, 100 times, all of analyze's recipes and moments, launched in three ways
     steady        the same tasks by workers that are up and warm, journal and sums included
     analyze       scan, sha256 of every file, page (on GPUs: bench_analyze.py)
 
-`fraction` is a throughput as a share of the slower of read and arithmetic, which `against` names: the one that binds.
+`fraction` is a throughput as a share of what binds, which `against` names: the slower of read and arithmetic; on GPUs
+the read, since a scan launches all recipes at once, where arithmetic waits for each.
 On GPUs `gpus` says how many (read and arithmetic: one), `speedup` is steady's or scan's throughput over that of the
 fewest GPUs, and start-up has rows of its own: from starting the workers to each one's first results, which includes the
 CUDA context and loading the kernels (compiling them, where Triton's cache is empty: the first such row).
@@ -39,13 +41,16 @@ from safetensors.torch import save_file
 from mxrl.checkpoint import Checkpoint, open_checkpoint
 from mxrl.decompose import error_stats
 from mxrl.report.analyze import analyze
+from mxrl.report.answers import EXTRA
 from mxrl.scan import columns_of, drive, scan
 from mxrl.scan_journal import Journal
-from mxrl.scan_tasks import Ledger, Task
-from mxrl.scan_workers import Pool, Shape, open_pool, shape_of
+from mxrl.scan_replay import Replay, launched
+from mxrl.scan_tasks import EVERY, Ledger, Task, column_of, run
+from mxrl.scan_workers import Joining, Pool, Shape, open_pool, shape_of
 
 HIDDEN, INNER, EXPERTS = 2048, 768, 128
 LAYER = (4096 * HIDDEN * 2 + 512 * HIDDEN * 2) * 2, INNER * HIDDEN * 3 * 2  # bytes: attention, one expert
+TASKS = 100  # at a time
 SAMPLE = 1 << 29  # bytes of weights on which the arithmetic is timed
 
 
@@ -107,6 +112,8 @@ class Workers:
         self.checkpoint, self.columns = checkpoint, columns
         begin = time.perf_counter()
         self.pool: Pool = open_pool(checkpoint, shape)
+        while isinstance(self.pool, Joining) and not self.pool.others.up:
+            self.pool.others.look(None)
         ledger = Ledger(checkpoint, columns)
         tasks = list(ledger.tasks())
         few = {checkpoint.weights[t.weight].shape: t for t in tasks}  # one of each shape …
@@ -149,6 +156,7 @@ def operations_cpu(folder: Path, checkpoint: Checkpoint, columns: tuple[str, ...
 
 def operations_gpu(checkpoint: Checkpoint, columns: tuple[str, ...], args: Any) -> Iterator[Operation]:
     yield from common(checkpoint, columns, torch.device("cuda:0"), {"gpus": 1})
+    yield from tasks_gpu(checkpoint, columns)
     total = sum(w.nbytes for w in checkpoint.weights)
     everything = shape_of(checkpoint, columns, jobs=1, device="cuda", memory=args.memory)
     for count in args.gpus:
@@ -171,6 +179,35 @@ def operations_gpu(checkpoint: Checkpoint, columns: tuple[str, ...], args: Any) 
         yield Operation("scan", whole, bytes=total, against="read", extra=about)
 
 
+def tasks_gpu(checkpoint: Checkpoint, columns: tuple[str, ...]) -> Iterator[Operation]:
+    """One expert's tensor with everything that `mxrl analyze` takes of it, read back: three ways to launch the same."""
+    weight = next(w for w in checkpoint.weights if w.kind.startswith("experts"))
+    rows = checkpoint.read(weight, 0, weight.shape[0]).to("cuda:0")
+    every = (*columns, *(column_of(recipe, EVERY) for recipe in EXTRA))
+    task = Task(0, 0, weight.shape[0], every, moments=True)
+    replay = Replay()
+    about: Row = {"gpus": 1, "task_columns": len(every), "tasks": TASKS}
+    for name, one in (
+        ("task, recipe by recipe", lambda: run(task, weight, rows)),
+        ("task, launched at once", lambda: launched(task, weight, rows).result(task)),
+        ("task, replayed", lambda: replay.run(task, weight, rows)),
+    ):
+        yield Operation(
+            name, lambda _, one=one: [one() for _ in range(TASKS)], bytes=TASKS * weight.nbytes, extra=about
+        )
+
+    def kernels(_: int) -> None:
+        """The graph alone: what the GPU does in it."""
+        for _ in range(TASKS):
+            graph.replay()
+        torch.cuda.synchronize()
+
+    for _ in range(2):
+        replay.run(task, weight, rows)
+    graph = replay.graphs()[0]
+    yield Operation("task, the GPU's part", kernels, bytes=TASKS * weight.nbytes, extra=about)
+
+
 def common(checkpoint: Checkpoint, columns: tuple[str, ...], device: torch.device, about: Row) -> Iterator[Operation]:
     files = sum(f.stat().st_size for f in checkpoint.files)
     yield Operation("read", lambda _: read(checkpoint), bytes=files, against="read", extra=about)
@@ -186,11 +223,11 @@ def common(checkpoint: Checkpoint, columns: tuple[str, ...], device: torch.devic
 
 
 def judge(rows: list[Row]) -> None:
-    """`fraction` against the slower of read and arithmetic; speed-ups over the fewest GPUs."""
+    """`fraction` against what binds; speed-ups over the fewest GPUs."""
     speed = {row["op"]: row["GB/s"] for row in rows if row["op"] in ("read", "arithmetic")}
-    binds = min(speed, key=lambda op: speed[op])
+    binds = "read" if any(row.get("gpus") for row in rows) else min(speed, key=lambda op: speed[op])
     for row in rows:
-        if "ms" in row and row["op"] not in speed:
+        if "ms" in row and row["op"] not in speed and "processes" in row:
             row |= {"against": binds, "fraction": row["GB/s"] / speed[binds]}
             of = [r for r in rows if r["op"] == row["op"] and "ms" in r and r.get("gpus")]
             if of:

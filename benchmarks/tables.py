@@ -224,14 +224,20 @@ def scan(rows: list[Row]) -> Iterator[str]:
     yield f"| {' | '.join(heads)} |"
     yield "|" + "---|" * len(heads)
     reading = next(r["GB/s"] for r in rows if r["op"] == "read")
+    tasks = [r for r in rows if "tasks" in r and "ms" in r]
     for row in rows:
-        if "ms" not in row:
+        if "ms" not in row or row in tasks:
             continue
         share = "" if row["op"] in ("read", "arithmetic") else f"{row['fraction']:.0%} of {row['against']}"
         speed = f"{row['gpus']} | {row['GB/s']:.2f}" if gpu else f"{row['GB/s'] / reading:.3f}"
         times = [f"{row['speedup']:.2f}" if "speedup" in row else ""]
         times += [f"{row['startup_s']:.1f}" if "startup_s" in row else ""]
         yield f"| {' | '.join([row['op'], speed, share, *(times if gpu else [])])} |"
+    if tasks:
+        megabytes = tasks[0]["bytes"] / tasks[0]["tasks"] / 1e6
+        yield f"\nOne tensor of {megabytes:.1f} MB, {tasks[0]['task_columns']} recipes:\n"
+        yield "| | ms |\n|---|---|"
+        yield from (f"| {r['op'].removeprefix('task, ')} | {r['ms']['p50'] / r['tasks']:.2f} |" for r in tasks)
 
 
 def analyze(rows: list[Row]) -> Iterator[str]:

@@ -48,6 +48,8 @@ def _variant(row: Row) -> str:
     names = [str(row[k]) for k in ("dtype", "precision", "case", "model", "recipe") if row.get(k)]
     if row.get("op") == "decode":
         names += [f"{row['sequences']} sequences, {row['slots'] or 'all'} at a time"] if "sequences" in row else []
+    if row.get("benchmark") == "analyze":
+        names += [f"{row['bytes'] / 1e9:.0f} GB"]
     return ", ".join(names)
 
 
@@ -146,6 +148,8 @@ def _several_gpus() -> Iterator[Target]:
     yield Target("decoding alone, 2 GPUs × 1", "ranks", decode, value, 1.8, True, True)
     whole: dict[str, Any] = {"op": "steady", "gpus": 2}
     yield Target("analyze, workers up, 2 GPUs × 1", "scan", whole, lambda row, _: row.get("speedup"), 1.9, True, True)
+    whole = {"op": "analyze", "gpus": 2}
+    yield Target("analyze, whole command, 2 GPUs × 1", "analyze", whole, lambda row, _: row["speedup"], 1.9, True, True)
 
 
 TARGETS = (*_targets(), *_several_gpus())

@@ -1,7 +1,7 @@
 """A scan's tasks on a GPU: a task's kernels launched at once, read back at once, and replayed for the next one alike.
 
-    launched(task)   17 columns and the moments: a hundred small kernels, 5 ms of Python; one buffer of sums
-    Replay.run       the same kernels as a CUDA graph, from the second task of a shape on: 0.2 ms of the GPU
+    launched(task)   17 columns and the moments: a hundred small kernels, milliseconds of Python; one buffer of sums
+    Replay.run       the same kernels as a CUDA graph, from the second task of a shape on: a launch
 
 A checkpoint has few shapes and very many tensors, so nearly every task is a replay. A graph holds the launches of one
 shape with their arguments, so it gives the same bits. What Triton doesn't serve (float64, another backend asked for by
@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,11 +42,10 @@ class Launched:
         from mxrl.ops.stats_triton import WIDTH, fields
 
         words = self.words.cpu().numpy()
-        stats, at = {}, 0
-        for column, short in self.short.items():
-            stats[column] = ErrorStats(**fields(words[at : at + WIDTH], short))
-            at += WIDTH
-        numbers = words[at:].view("float64").tolist()
+        sums, numbers = np.split(words, [WIDTH * len(self.short)])
+        found = fields(sums.reshape(-1, WIDTH), list(self.short.values()))
+        stats = {column: ErrorStats(**values) for column, values in zip(self.short, found, strict=True)}
+        numbers = numbers.view(np.float64).tolist()
         amax = dict(zip(task.amax, numbers, strict=False))
         return Result(stats, amax, from_sums(numbers[len(amax) :]) if task.moments else None)
 
@@ -81,6 +81,10 @@ class Replay:
         self._known: dict[object, _Graph | None] = {}
         self._pool: Any = None  # one memory for all graphs: the sums of one are read before the next one runs
 
+    def graphs(self) -> list[torch.cuda.CUDAGraph]:
+        """Those that are kept."""
+        return [known.graph for known in self._known.values() if known]
+
     def run(self, task: Task, weight: Weight, rows: Tensor) -> Result:
         k = weight.shape[-2] if weight.dim == -2 else 0
         phases = tuple(-task.start % split(column)[1] for column in task.columns)  # of the sample's rows
@@ -92,7 +96,7 @@ class Replay:
             return launched(task, weight, rows).result(task)
         graph = self._known[key]
         if graph is None:
-            if sum(g is not None for g in self._known.values()) >= GRAPHS:
+            if len(self.graphs()) >= GRAPHS:
                 self._known, self._pool = {}, None
             graph = self._known[key] = _Graph(task, weight, rows, self._pool)
             self._pool = graph.pool
@@ -104,18 +108,18 @@ class _Graph:
 
     def __init__(self, task: Task, weight: Weight, rows: Tensor, pool: Any):
         self._rows = torch.empty_like(rows)
-        self._graph = torch.cuda.CUDAGraph()
+        self.graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads go on reading ahead
+            self.graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads go on reading ahead
             try:
                 self._launched = launched(task, weight, self._rows)
             finally:
-                self._graph.capture_end()
-        self.pool = self._graph.pool()
+                self.graph.capture_end()
+        self.pool = self.graph.pool()
 
     def run(self, task: Task, rows: Tensor) -> Result:
         self._rows.copy_(rows)
-        self._graph.replay()
+        self.graph.replay()
         return self._launched.result(task)

@@ -304,35 +304,35 @@ class Joining:
     """
 
     def __init__(self, checkpoint: Checkpoint, shape: Shape):
-        self._others = Processes(checkpoint, shape)
+        self.others = Processes(checkpoint, shape)
         try:
             self._own = Lane(checkpoint, shape.devices[0], shape.readers, shape.threads)
         except BaseException:
-            self._others.close()
+            self.others.close()
             raise
 
     @property
     def pids(self) -> list[int]:
-        return self._others.pids
+        return self.others.pids
 
     @property
     def free(self) -> bool:
-        return self._others.free_and_up or (self._own.free and not self._others.up)
+        return self.others.free_and_up or (self._own.free and not self.others.up)
 
     @property
     def busy(self) -> bool:
-        return self._own.busy or self._others.busy
+        return self._own.busy or self.others.busy
 
     def submit(self, task: Task) -> None:
-        (self._others if self._others.free_and_up else self._own).submit(task)
+        (self.others if self.others.free_and_up else self._own).submit(task)
 
     def next(self) -> tuple[Task, Result]:
-        self._others.look()
-        return self._own.next() if self._own.busy and not self._others.arrived else self._others.next()
+        self.others.look()
+        return self._own.next() if self._own.busy and not self.others.arrived else self.others.next()
 
     def close(self) -> None:
         self._own.close()
-        self._others.close()
+        self.others.close()
 
 
 def serve(pipe: connection.Connection, work: bytes) -> None:

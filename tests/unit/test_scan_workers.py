@@ -147,7 +147,7 @@ def test_processes_that_are_up_take_their_share(checkpoint: Checkpoint) -> None:
     mine: list[Task] = []
     own = pool._own.submit
     pool._own.submit = lambda task: (mine.append(task), own(task))[1]  # type: ignore[method-assign]
-    others = pool._others
+    others = pool.others
     try:
         os.kill(pool.pids[1], signal.SIGSTOP)
         others.look(None)  # until the first is up

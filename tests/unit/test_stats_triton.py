@@ -61,7 +61,7 @@ def by_triton(x_ABK: Tensor, recipe: Recipe, scale: Tensor | None, foreign: Tens
         x_ABK, recipe, None if foreign is None else foreign.to(DEVICE), None if scale is None else scale.to(DEVICE),
         **{**CUT, **options},
     )  # fmt: skip
-    return fields(total.cpu().numpy(), recipe if short else None)
+    return fields(total.cpu().numpy()[None], [recipe if short else None])[0]
 
 
 def compare(x_ABK: Tensor, text: str, foreign: Tensor | None = None, **options: Any) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_every_pair_of_mantissas(text: str) -> None:
     recipe = Recipe.parse(text)
     total, short = launch(blocks.contiguous().to(DEVICE), recipe, None, None, **CUT)
     assert short
-    check(fields(total.cpu().numpy(), recipe), reference.stats(blocks, recipe, None, None), text, rtol=1e-14)
+    check(fields(total.cpu().numpy()[None], [recipe])[0], reference.stats(blocks, recipe, None, None), text, rtol=1e-14)
 
 
 def test_exact_zeros() -> None:

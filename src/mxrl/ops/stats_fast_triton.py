@@ -25,6 +25,7 @@ kernel's 56 to 65), where bf16 at full bandwidth has time for 14: that, not memo
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -267,24 +268,22 @@ def launch(x_ABK: Tensor, recipe: Recipe, sums: Tensor, words: Tensor, floats: i
     return flags
 
 
-@functools.lru_cache(maxsize=16)
-def _delta(rule: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of blocks whose maximum has mantissa 1 + i/128: delta, delta², 2^delta, float64 [3, 128]; delta's bin, [128]."""
+@functools.lru_cache(maxsize=64)
+def _delta(*rules: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of blocks whose maximum has mantissa 1 + i/128: delta, delta², 2^delta [rules, 3, 128], and its bin [rules, 128].
+
+    Bins of the n-th rule begin at n · DELTA_BINS.
+    """
     m = 1 + torch.arange(MANTISSAS, dtype=torch.float64) / MANTISSAS
-    scale = block_scale(m.float(), MXFP4, rule).value.double()
-    delta = torch.log2(scale / divide(m, MXFP4.q_max))
+    scales = [block_scale(m.float(), MXFP4, rule).value.double() for rule in rules]
+    delta = torch.log2(torch.stack(scales) / divide(m, MXFP4.q_max))
     bins = ((delta + 1) * (DELTA_BINS / 2)).long().clamp(0, DELTA_BINS - 1)
-    return torch.stack([delta, delta * delta, torch.exp2(delta)]).numpy(), bins.numpy()
+    bins += DELTA_BINS * torch.arange(len(rules)).unsqueeze(1)
+    return torch.stack([delta, delta * delta, torch.exp2(delta)], dim=1).numpy(), bins.numpy()
 
 
-def deltas(counts: np.ndarray, recipe: Recipe) -> dict[str, Any]:
-    """int64 [128] blocks by mantissa -> delta_count, delta_sum, delta_sq_sum, gamma_sum, delta_hist (int64 [64])."""
-    powers, bins = _delta(recipe.rule)
-    one, two, gamma = (counts * powers).sum(1).tolist()
-    return dict(
-        delta_count=int(counts.sum()),
-        delta_sum=one,
-        delta_sq_sum=two,
-        gamma_sum=gamma,
-        delta_hist=np.bincount(bins, counts, DELTA_BINS).astype(np.int64),  # float64 holds counts up to 2^53
-    )
+def deltas(counts: np.ndarray, recipes: Sequence[Recipe]) -> tuple[np.ndarray, ...]:
+    """Blocks by mantissa, int64 [R, 128] -> delta_count [R], its sum, sq_sum and gamma_sum [R, 3], hist [R, bins]."""
+    powers, bins = _delta(*(recipe.rule for recipe in recipes))
+    hist = np.bincount(bins.ravel(), counts.ravel(), bins.shape[0] * DELTA_BINS)  # float64: exact up to 2^53
+    return counts.sum(1), (counts[:, None] * powers).sum(2), hist.astype(np.int64).reshape(-1, DELTA_BINS)

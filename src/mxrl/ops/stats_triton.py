@@ -19,6 +19,7 @@ leaves out come back here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -322,9 +323,9 @@ def stats(x_ABK: Tensor, recipe: Recipe, foreign_ABK: Tensor | None, tensor_scal
     NVFP4's, 0-d float32 on the device, else None. Raises ValueError for what `unsupported` names.
     """
     if x_ABK.numel() == 0:
-        return fields(np.zeros(WIDTH, np.int64), None)
+        return fields(np.zeros((1, WIDTH), np.int64), [None])[0]
     total, short = launch(x_ABK, recipe, foreign_ABK, tensor_scale)
-    return fields(total.cpu().numpy(), recipe if short else None)
+    return fields(total.cpu().numpy()[None], [recipe if short else None])[0]
 
 
 def orthogonal(recipe: Recipe) -> bool:
@@ -380,17 +381,22 @@ def launch(
     return total, short
 
 
-def fields(total: np.ndarray, short: Recipe | None) -> dict[str, Any]:
-    """Sums int64 [WIDTH] -> ErrorStats' fields. short: the recipe if stats_fast_triton served, else None."""
-    out: dict[str, Any] = dict(zip(FLOATS, total[: len(FLOATS)].view(np.float64).tolist(), strict=True))
-    out |= dict(zip(COUNTS, total[COUNTS_AT:HIST].tolist(), strict=True))
-    hist = total[HIST : HIST + DELTA_BINS]
-    if short is not None:
-        counted = fast.deltas(total[-fast.MANTISSAS :], short)
-        hist = hist + counted.pop("delta_hist")
-        for name, value in counted.items():
-            out[name] += value
-    out["delta_hist"] = tuple(hist.tolist())
-    out["sq_error"] = out["sq_error_deadzone"] + out["sq_error_elsewhere"]
-    out["dot_deadzone_grid"] = 0.0  # of disjoint supports
+def fields(totals: np.ndarray, short: Sequence[Recipe | None]) -> list[dict[str, Any]]:
+    """Sums int64 [R, WIDTH] -> R times ErrorStats' fields. short: the recipe if stats_fast_triton served, or None."""
+    floats = totals[:, : len(FLOATS)].view(np.float64)
+    counts, hist = totals[:, COUNTS_AT:HIST], totals[:, HIST : HIST + DELTA_BINS]
+    if any(short):
+        served = [i for i, recipe in enumerate(short) if recipe]
+        counted = fast.deltas(totals[served, -fast.MANTISSAS :], [recipe for recipe in short if recipe])
+        floats, counts, hist = floats.copy(), counts.copy(), hist.copy()
+        counts[served, COUNTS.index("delta_count")] += counted[0]
+        floats[served, FLOATS.index("delta_sum") :] += counted[1]
+        hist[served] += counted[2]
+    out = []
+    for f, c, h in zip(floats.tolist(), counts.tolist(), hist.tolist(), strict=True):
+        found: dict[str, Any] = dict(zip(FLOATS, f, strict=True)) | dict(zip(COUNTS, c, strict=True))
+        found["delta_hist"] = tuple(h)
+        found["sq_error"] = found["sq_error_deadzone"] + found["sq_error_elsewhere"]
+        found["dot_deadzone_grid"] = 0.0  # of disjoint supports
+        out.append(found)
     return out
