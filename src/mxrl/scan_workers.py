@@ -113,7 +113,7 @@ def shape_of(
     """How to scan `checkpoint`. jobs: cores to use, each a process where memory allows (1: this process alone).
 
     None: every core, or this process alone for so little work that processes would only delay it. On GPUs: a process
-    for each, or this one for one. Raises OptionError where not even one process fits into `memory`.
+    for each where memory allows, or this one for one. Raises OptionError where not even one fits into `memory`.
     """
     if jobs is not None and jobs < 1:
         raise OptionError(f"jobs={jobs}: one process is the least")
@@ -122,14 +122,7 @@ def shape_of(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rows, decoded, extra = _rows(checkpoint)
     if devices[0] != "cpu":
-        most = min(_READERS, max(2, cores // len(devices) - 1))
-        workers = len(devices) if len(devices) > 1 else 0
-        fixed = _MAIN + workers * _WORKER
-        room = (memory - fixed) // (workers + 1) - extra
-        readers = min(most, room // max(rows + decoded, 1))
-        if readers < 1:
-            raise _too_little(memory, fixed + (workers + 1) * (extra + rows + decoded))
-        return Shape(devices, 1, readers)
+        return _gpus(devices, cores, memory, extra, max(rows + decoded, 1))
     one = extra + 2 * decoded  # the rows that are read ahead, and those that are worked on
     if memory < _MAIN + one:
         raise _too_little(memory, _MAIN + one)
@@ -138,6 +131,17 @@ def shape_of(
     jobs = jobs or cores
     workers = max(1, min(jobs, (memory - _MAIN) // (_WORKER + one)))
     return Shape(devices * workers, max(1, jobs // workers), 1)
+
+
+def _gpus(devices: tuple[str, ...], cores: int, memory: int, extra: int, each: int) -> Shape:
+    """As many GPUs, then readers, as fit. extra: of a lane, each: of a reader; with several GPUs a lane is here too."""
+    for count in range(len(devices), 0, -1):
+        workers = count if count > 1 else 0
+        fixed = _MAIN + workers * _WORKER
+        readers = min(_READERS, max(2, cores // count - 1), ((memory - fixed) // (workers + 1) - extra) // each)
+        if readers > 0:
+            return Shape(devices[:count], 1, readers)
+    raise _too_little(memory, _MAIN + extra + each)
 
 
 def _rows(checkpoint: Checkpoint) -> tuple[int, int, int]:

@@ -284,7 +284,13 @@ def test_gpus_get_a_process_each_and_readers_as_memory_allows(
     large = dataclasses.replace(checkpoint.weights[0], shape=(1 << 20, 1 << 14))  # float32: ranges of 64 MiB
     many = dataclasses.replace(checkpoint, weights=(large,))
     assert shape_of(many, COLUMNS, jobs=None) == Shape(("cuda:0", "cuda:1"), 1, 5)
+    assert shape_of(many, COLUMNS, jobs=None, memory=1_000_000_000) == Shape(("cuda:0",), 1, 8)
     assert shape_of(many, COLUMNS, jobs=None, device="cuda:1") == Shape(("cuda:1",), 1, 8)
     assert shape_of(checkpoint, COLUMNS, jobs=None) == Shape(("cpu",), 0, 1)
-    with pytest.raises(ValueError, match="too little"):
-        shape_of(many, COLUMNS, jobs=None, memory=700_000_000)
+    with pytest.raises(ValueError, match=r"memory=0.4GB is too little here, which takes up to 0.42GB"):
+        shape_of(many, COLUMNS, jobs=None, memory=400_000_000)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert shape_of(many, COLUMNS, jobs=None) == Shape(tuple(f"cuda:{i}" for i in range(4)), 1, 1)
+    assert shape_of(many, COLUMNS, jobs=None, memory=20_000_000_000) == Shape(
+        tuple(f"cuda:{i}" for i in range(8)), 1, 3
+    )

@@ -80,11 +80,14 @@ def analyze(
     """
     progress = progress or Silent()
     recipes = parse_recipes(recipes)  # a wrong word is known before anything is read
-    devices_of(device)
+    devices = devices_of(device)
     check_budget(bits)
     checkpoint = open_checkpoint(model)
     shape = shape_of(checkpoint, columns_of(recipes), jobs=jobs, memory=memory, device=device)
     kind = "cpu" if cluster else shape.devices[0].partition(":")[0]
+    if kind == "cuda" and len(shape.devices) < len(devices):
+        fits = f"{len(shape.devices)} of {len(devices)} GPUs are used"
+        progress.note(f"{fits}: --memory {memory / 1e9:g}GB of the host's memory has no room for more processes")
     journal = Journal(out, checkpoint, kind, fresh=not resume)
     for left in out.glob(f".{out.name}.*.tmp"):  # by a run that was killed: the journal is held by one run at a time
         shutil.rmtree(left, ignore_errors=True)
