@@ -10,9 +10,9 @@ TIMES.json: seconds since this process was started, by part, in their order:
     first        the first result: the CUDA context, the kernels loaded
     joined       each other process's first result (a list)
     scanned      the last result
-    summed       the ranges' and tensors' statistics merged
+    summed       what was left of the tensors' statistics and rows
     hashed       what was left of the files' sha256
-    written      summary, rows, page
+    written      summary, page
 
 With --profile as the first argument also the functions that took most of this process's time, to TIMES.json.txt.
 """
@@ -74,7 +74,7 @@ def main() -> int:
     times.after(scan, "drive", "scanned")
     times.after(analyze, "scan", "summed")
     times.after(analyze.Hashes, "wait", "hashed")
-    times.after(analyze, "write", "written")
+    times.after(analyze.Rows, "finish", "written")
     receive = scan_workers.Processes._receive
 
     def received(self: scan_workers.Processes, worker: scan_workers._Worker) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -151,6 +151,7 @@ def scan(
     device: str = "auto",
     cluster: str | None = None,
     journal: Journal | None = None,
+    finished: Callable[[TensorScan], None] = lambda tensor: None,
 ) -> Scan:
     """Scan every linear weight of `checkpoint` with plain MXFP4, `recipes` and `baselines`.
 
@@ -163,6 +164,7 @@ def scan(
     device: "auto" (GPUs for much work, if there are any), "cpu", "cuda" (every GPU, a process each) or "cuda:N".
     cluster: a Ray cluster's address; then jobs, memory and device are the cluster's affair, and its CPUs compute.
     journal: of earlier results, and where new ones go; it must be for the same kind of device.
+    finished: told of each of `Scan.tensors`, in their order, as soon as it and all before it are measured.
     Raises RecipeError, NonFiniteError, CheckpointError, WorkerError, ClusterError, JournalError, OptionError, and
     ValueError for another `on_nonfinite`.
     """
@@ -177,12 +179,17 @@ def scan(
     ledger = Ledger(checkpoint, wanted, journal.found if journal else None, moments=moments)
     shape = Shape(("cpu",), 1, 1) if cluster else shape_of(checkpoint, columns, jobs=jobs, memory=memory, device=device)
     tell = _teller(ledger, progress)
+    ordered = _Ordered(ledger, columns, sampled, moments, finished)
+    ordered.collect()
     poisoned = _poisoned(ledger)
     tasks = list(ledger.tasks())
     if tasks and not (poisoned and on_nonfinite == "error"):
         pool = _on_cluster(checkpoint, cluster) if cluster else open_pool(checkpoint, shape)
         try:
-            drive(pool, ledger, iter(tasks), tell, journal, stop_at_nonfinite=on_nonfinite == "error")
+            drive(
+                pool, ledger, iter(tasks), lambda task: (tell(task), ordered.collect()), journal,
+                stop_at_nonfinite=on_nonfinite == "error",
+            )  # fmt: skip
         finally:
             pool.close()
         poisoned = _poisoned(ledger)
@@ -192,19 +199,39 @@ def scan(
         if on_nonfinite == "error":
             raise NonFiniteError(f"tensor '{weight.name}' has {found}; --on-nonfinite skip leaves it out")
         skipped.append(Skipped(weight, found))
-    done = tuple(
-        TensorScan(
-            weight,
-            {c: ErrorStats.merged(ledger.parts(weight, c)) for c in columns},
-            {recipe: ErrorStats.merged(ledger.parts(weight, c)) for recipe, c in sampled.items()},
-            ledger.moments(weight) if moments else None,
-        )
-        for weight in checkpoint.weights
-        if weight.name not in poisoned
-    )
     devices = ", ".join(dict.fromkeys(shape.devices))
     seconds = time.monotonic() - started
+    done = tuple(ordered.found)
     return Scan(checkpoint, asked, others, done, tuple(skipped), seconds, devices, tuple(sampled), every)
+
+
+@dataclass
+class _Ordered:
+    """The finite tensors, merged in the checkpoint's order while the scan is going on."""
+
+    ledger: Ledger
+    columns: Sequence[str]
+    sampled: Mapping[str, str]
+    moments: bool
+    finished: Callable[[TensorScan], None]
+    found: list[TensorScan] = field(default_factory=list)
+    seen: int = 0
+
+    def collect(self) -> None:
+        """Take what has become complete."""
+        weights, ledger = self.ledger.checkpoint.weights, self.ledger
+        while self.seen < len(weights) and ledger.complete(weight := weights[self.seen]):
+            self.seen += 1
+            if ledger.nonfinite(weight):
+                continue
+            tensor = TensorScan(
+                weight,
+                {c: ErrorStats.merged(ledger.parts(weight, c)) for c in self.columns},
+                {recipe: ErrorStats.merged(ledger.parts(weight, c)) for recipe, c in self.sampled.items()},
+                ledger.moments(weight) if self.moments else None,
+            )
+            self.found.append(tensor)
+            self.finished(tensor)
 
 
 def _poisoned(ledger: Ledger) -> dict[str, Weight]:
@@ -222,7 +249,7 @@ def drive(
     pool: Pool,
     ledger: Ledger,
     tasks: Iterator[Task],
-    tell: Callable[[Task], None] = lambda task: None,
+    tell: Callable[[Task], object] = lambda task: None,
     journal: Journal | None = None,
     *,
     stop_at_nonfinite: bool = False,

@@ -318,6 +318,11 @@ class Ledger:
         found = (self._known(place).moments for place in self._places(weight))
         return functools.reduce(operator.add, (m for m in found if m is not None), Moments())
 
+    def complete(self, weight: Weight) -> bool:
+        """Whether all of a weight is known."""
+        found = [self._known(place) for place in self._places(weight)]
+        return all(f.stats.keys() >= set(self.columns) and not (self._moments and f.moments is None) for f in found)
+
     def nonfinite(self, weight: Weight) -> bool:
         """Whether a block with a NaN or an Inf has been met in a weight."""
         return any(s.nonfinite_blocks for p in self._places(weight) for s in self._known(p).stats.values())

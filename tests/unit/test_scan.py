@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import operator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from tiny_models import tiny_model
 from mxrl.checkpoint import open_checkpoint
 from mxrl.decompose import ErrorStats, error_stats
 from mxrl.recipes import Recipe, RecipeError
-from mxrl.scan import BASELINES, NonFiniteError, Step, nonfinite, parse_recipes, scan
+from mxrl.scan import BASELINES, NonFiniteError, Step, TensorScan, nonfinite, parse_recipes, scan
 
 
 @pytest.fixture
@@ -49,6 +51,45 @@ def test_totals_are_the_sums_in_order(folder: Path) -> None:
     assert layers == {0, 1}
     assert sum(result.total("mxfp4", layer=layer).deadzone_count for layer in (0, 1)) == total.deadzone_count
     assert result.kinds == ("q", "k", "v", "o", "experts.gate", "experts.up", "experts.down")
+    for recipe in result.columns:
+        by_kind = result.by_kind(recipe)
+        assert list(by_kind) == ["", *result.kinds]
+        assert by_kind[""] == result.total(recipe)
+        assert all(by_kind[kind] == result.total(recipe, kind) for kind in result.kinds)
+
+
+def test_kinds_of_a_sample_and_of_no_tensors(folder: Path) -> None:
+    result = scan(open_checkpoint(folder), extra=["mxfp4", "mxfp8"])
+    assert result.sampled("mxfp8") != result.total("mxfp4")
+    for kind in result.kinds:
+        assert result.by_kind("mxfp8", sampled=True)[kind] == result.sampled("mxfp8", kind)
+    assert result.by_kind("mxfp8", sampled=True)[""] == result.sampled("mxfp8")
+    assert dataclasses.replace(result, tensors=()).by_kind("mxfp4") == {"": ErrorStats.zero()}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_tensors_are_told_of_in_order_while_the_scan_goes_on(
+    folder: Path, jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight of several ranges and NVFP4's second round hold up those after it, one with a NaN doesn't."""
+    monkeypatch.setattr("mxrl.scan_tasks.ELEMENTS", 1 << 9)
+    shard = folder / "model.safetensors"
+    data = load_file(shard)
+    data["model.layers.0.mlp.experts.1.up_proj.weight"][3, 4] = math.nan
+    save_file(data, shard, metadata={"format": "pt"})
+    checkpoint = open_checkpoint(folder)
+    told: list[tuple[TensorScan, int]] = []
+    steps: list[Step] = []
+    result = scan(
+        checkpoint, moments=True, jobs=jobs, on_nonfinite="skip", progress=steps.append,
+        finished=lambda tensor: told.append((tensor, len(steps))),
+    )  # fmt: skip
+    assert tuple(tensor for tensor, _ in told) == result.tensors
+    assert [t.weight for t in result.tensors] == [
+        w for w in checkpoint.weights if "experts.1.up" not in w.name or w.layer
+    ]
+    assert told[0][1] < told[-1][1] == len(steps)
+    assert len(steps) > 2 * len(checkpoint.weights)
 
 
 def test_shards_change_no_bit(folder: Path, tmp_path: Path) -> None:

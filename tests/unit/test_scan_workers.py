@@ -140,8 +140,9 @@ def test_a_lane_here_does_the_whole_scan_while_the_others_start(checkpoint: Chec
     assert all(gone(pid) for pid in pool.pids)
 
 
-def test_processes_that_are_up_take_their_share(checkpoint: Checkpoint) -> None:
-    """And all of it once all of them are."""
+def test_processes_that_are_up_take_their_share(tmp_path: Path) -> None:
+    """And all of it once all of them are, however much there is to do."""
+    checkpoint = make(tmp_path / "model.safetensors", count=24)
     alone = parts(checkpoint, Lane(checkpoint, "cpu"))
     pool = Joining(checkpoint, Shape(("cpu", "cpu"), 1, 1))
     mine: list[Task] = []

@@ -17,9 +17,9 @@ from mxrl.checkpoint import Checkpoint, open_checkpoint
 from mxrl.provenance import provenance
 from mxrl.report.answers import BITS, EXTRA, check_budget
 from mxrl.report.files import staged
-from mxrl.report.folder import write
+from mxrl.report.folder import Rows
 from mxrl.report.page import percent
-from mxrl.report.summary import summary, tensor_rows
+from mxrl.report.summary import rows_of, summary
 from mxrl.scan import PLAIN, Step, columns_of, parse_recipes, scan
 from mxrl.scan_hashes import Hashes
 from mxrl.scan_journal import Journal
@@ -92,20 +92,25 @@ def analyze(
     for left in out.glob(f".{out.name}.*.tmp"):  # by a run that was killed: the journal is held by one run at a time
         shutil.rmtree(left, ignore_errors=True)
     try:
-        with staged(out) as temporary, Hashes(checkpoint.files, journal) as hashes:
+        with (
+            staged(out) as temporary,
+            Rows(temporary, recipes[0]) as rows,
+            Hashes(checkpoint.files, journal) as hashes,
+        ):
             if journal.note:
                 progress.note(f"{journal.path} is not used: {journal.note}; starting over")
             steps = _Steps(progress, checkpoint, journal)
             done = scan(
                 checkpoint, recipes, extra=EXTRA, moments=True, on_nonfinite=on_nonfinite, progress=steps,
                 jobs=jobs, memory=memory, device=device, cluster=cluster, journal=journal,
+                finished=lambda tensor: rows.add(rows_of(tensor)),
             )  # fmt: skip
             steps.end()
             progress.start("hashing", hashes.left)
             files = hashes.wait(progress.advance)
             journal.check_unchanged()
             where = provenance(device_name(done.device), *PACKAGES)
-            result = write(temporary, summary(done, files, where), tensor_rows(done), bits)
+            result = rows.finish(summary(done, files, where), bits)
     except KeyboardInterrupt:
         kept = journal.close()
         raise Interrupted(

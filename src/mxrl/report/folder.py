@@ -1,10 +1,11 @@
 """The three files of an analysis: summary.json, tensors.jsonl, and report.html, which is made of the other two alone.
 
     write(folder, summary, rows)   all three, with the answers added to the summary (answers.py)
+    Rows(folder, recipe)           the same with rows that come one after the other, while a scan is going on
     rebuild(folder)                report.html once more, the same bytes
     rebuild_all(folder)            that, and the page of a probe: `mxrl report FOLDER`
 
-`write` makes the page of what the files hold, so a rebuilt page is the same, byte for byte.
+The page is made of what the two other files hold, so a rebuilt one is the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -27,22 +28,43 @@ class ReportError(ValueError):
     """A folder that no page can be made from: the message names the file and what would work."""
 
 
-def write(folder: Path, summary: Mapping[str, Any], rows: Iterable[Row], bits: float = BITS) -> dict[str, Any]:
-    """Write the three files into `folder`; returns the summary with its answers. Raises BudgetError and OSError.
+class Rows:
+    """tensors.jsonl, written row by row as they come. Used as a context, which closes the file.
 
-    rows are taken one at a time: memory holds the first recipe's, without their histograms.
+    main: the first recipe. Memory holds its rows alone, without their histograms. Raises OSError.
     """
-    collected = Collector(summary["recipes"][0])
-    asks = summary.get("analysis") != "diff"  # two checkpoints compared have figures of their own
-    with (folder / TENSORS).open("w", encoding="utf-8") as file:
+
+    def __init__(self, folder: Path, main: str):
+        self._folder, self._collected = folder, Collector(main)
+        self._file = (folder / TENSORS).open("w", encoding="utf-8")
+
+    def __enter__(self) -> Rows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            file.write(to_json(row) + "\n")
-            collected.add(row)
-    whole = dict(summary) | (answers(summary, collected, bits) if asks else {})
-    text = to_json(whole, indent=1)
-    (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
-    write_atomically(folder / PAGE, build_page(json.loads(text), collected.own).html())
-    return whole
+            self._file.write(to_json(row) + "\n")
+            self._collected.add(row)
+
+    def finish(self, summary: Mapping[str, Any], bits: float = BITS) -> dict[str, Any]:
+        """Write the other two files; returns the summary with its answers. Raises BudgetError and OSError."""
+        self._file.close()
+        asks = summary.get("analysis") != "diff"  # two checkpoints compared have figures of their own
+        whole = dict(summary) | (answers(summary, self._collected, bits) if asks else {})
+        text = to_json(whole, indent=1)
+        (self._folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
+        write_atomically(self._folder / PAGE, build_page(json.loads(text), self._collected.own).html())
+        return whole
+
+
+def write(folder: Path, summary: Mapping[str, Any], rows: Iterable[Row], bits: float = BITS) -> dict[str, Any]:
+    """Write the three files into `folder`; returns the summary with its answers. Raises BudgetError and OSError."""
+    with Rows(folder, summary["recipes"][0]) as file:
+        file.add(rows)
+        return file.finish(summary, bits)
 
 
 def rebuild(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from mxrl.decompose import ErrorStats
 from mxrl.moments import Moments
 from mxrl.recipes import Recipe
 from mxrl.report.svg import decimals, percent, plain
-from mxrl.scan import PLAIN, Scan
+from mxrl.scan import PLAIN, Scan, TensorScan
 
 DERIVED = (
     "rel_mse", "floor", "excess", "cos_scale_grid", "deadzone_fraction",
@@ -171,22 +171,27 @@ def already_quantized(summary: Mapping[str, Any]) -> dict[str, Any]:
 def tensor_rows(scan: Scan) -> Iterator[Row]:
     """One row a tensor and recipe: what the tensor is, then the statistics, in one flat dictionary."""
     for tensor in scan.tensors:
-        w = tensor.weight
-        about = {
-            "name": w.name,
-            "kind": w.kind,
-            "layer": w.layer,
-            "shape": list(w.shape),
-            "dtype": w.dtype,
-            "dim": w.dim,
-            "stored_as": w.stored_as,
-            "quantized": w.quantized,
-            "bits": w.bits,
-        }
-        if tensor.moments is not None:
-            about |= moments_dict(tensor.moments)
-        for recipe, stats in tensor.stats.items():
-            yield about | {"recipe": recipe} | stats_dict(stats)
+        yield from rows_of(tensor)
+
+
+def rows_of(tensor: TensorScan) -> Iterator[Row]:
+    """The rows of one tensor."""
+    w = tensor.weight
+    about = {
+        "name": w.name,
+        "kind": w.kind,
+        "layer": w.layer,
+        "shape": list(w.shape),
+        "dtype": w.dtype,
+        "dim": w.dim,
+        "stored_as": w.stored_as,
+        "quantized": w.quantized,
+        "bits": w.bits,
+    }
+    if tensor.moments is not None:
+        about |= moments_dict(tensor.moments)
+    for recipe, stats in tensor.stats.items():
+        yield about | {"recipe": recipe} | stats_dict(stats)
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
