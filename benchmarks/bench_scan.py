@@ -11,7 +11,7 @@ anew unless it lies in --folder already. One pass of each in every round, interl
     arithmetic    error_stats on tensors in memory, all recipes of a scan, every core (CPU) or a GPU
     scan          mxrl.scan.scan, from start to end: processes started, torch imported, kernels loaded
     task          on a GPU: one expert's tensor, 100 times, all of analyze's recipes and moments, launched in three ways
-    steady        the same tasks by workers that are up and warm, journal and sums included
+    steady        the same tasks by workers that are up and warm, journal and sums included; on GPUs also by two on one
     analyze       scan, sha256 of every file, page (on GPUs: bench_analyze.py)
 
 `fraction` is a throughput as a share of what binds, which `against` names: the slower of read and arithmetic; on GPUs
@@ -177,6 +177,9 @@ def operations_gpu(checkpoint: Checkpoint, columns: tuple[str, ...], args: Any) 
                 pool.close()
 
         yield Operation("scan", whole, bytes=total, against="read", extra=about)
+    two = Workers(checkpoint, columns, Shape(everything.devices[:1] * 2, everything.threads, everything.readers))
+    about = {"gpus": 1, "processes": 2, "readers": everything.readers, "startup_s": two.startup}
+    yield Operation("steady, 2 a GPU", lambda _: two.run(), bytes=total, against="read", extra=about)
 
 
 def tasks_gpu(checkpoint: Checkpoint, columns: tuple[str, ...]) -> Iterator[Operation]:
