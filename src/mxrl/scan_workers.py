@@ -178,7 +178,7 @@ sys.path[:] = sys.argv[2:]
 pipe = Connection(int(sys.argv[1]))
 try:
     work = pipe.recv_bytes()
-except EOFError:
+except (EOFError, OSError):  # the parent is gone
     sys.exit()
 from mxrl.scan_workers import serve
 serve(pipe, work)"""
@@ -303,8 +303,8 @@ class Joining:
     """A process for each device, which get tasks once they are up; until all of them are, a Lane here works too.
 
     A process takes seconds to import torch, in which one GPU does much of a scan, or all of it: nobody waits then for
-    the others, so that more GPUs are not slower than one. Afterwards what is left for this process (results, journal,
-    progress) takes half as long as a lane, so a lane here would hold up the others.
+    the others, so that more GPUs are not slower than one. Afterwards this process has the results, the journal and the
+    rows of all of them to see to, and would hold them up with a lane of its own.
     """
 
     def __init__(self, checkpoint: Checkpoint, shape: Shape):
