@@ -27,6 +27,7 @@ from mxrl import scan_lane
 from mxrl.checkpoint import open_checkpoint
 from mxrl.cli import main
 from mxrl.decompose import ErrorStats
+from mxrl.report.analyze import Silent, analyze
 from mxrl.report.answers import EXTRA
 from mxrl.report.console import Bar
 from mxrl.scan import scan
@@ -303,8 +304,50 @@ def test_a_disk_that_fills_leaves_nothing_half_written(
         return write(self, *arguments, **options)
 
     monkeypatch.setattr(Path, "write_text", full)
-    assert "No space left" in failure(capsys, 1, "analyze", model, "--out", tmp_path / "out")
+    out = tmp_path / "out"
+    said = failure(capsys, 1, "analyze", model, "--out", out)
+    assert said == f"mxrl: can't write to {out}: No space left on device\n"
+    assert only_the_journal(out)
+
+
+def test_a_disk_that_fills_while_the_scan_goes_on(model: Path, tmp_path: Path) -> None:
+    """Rows are written beside it, in front of a device that is always full; the same command then ends well."""
+    command = [sys.executable, "-c", "import sys\nfrom mxrl import cli\nfrom mxrl.report import folder\n"]
+    command[2] += "folder.TENSORS = '/dev/full'\nsys.exit(cli.main(sys.argv[1:]))"
+    words = ["analyze", str(model), "--jobs", "2", "--out", str(tmp_path / "out")]
+    ended = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == f"mxrl: can't write to {tmp_path / 'out'}: No space left on device"
+    assert "Traceback" not in ended.stderr
     assert only_the_journal(tmp_path / "out")
+    assert main(words) == 0
+
+
+def test_gpus_that_the_memory_has_no_room_for_are_named(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Without a GPU: the scan is stopped where it would begin."""
+
+    class Begun(Exception):
+        pass
+
+    class Notes(Silent):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    def begin(*_: Any, **__: Any) -> None:
+        raise Begun
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr("mxrl.report.analyze.scan", begin)
+    for memory, wanted in (
+        (1_200_000_000, ["2 of 8 GPUs are used: --memory 1.2GB of the host's memory has no room for more processes"]),
+        (20_000_000_000, []),
+    ):
+        notes: list[str] = []
+        with pytest.raises(Begun):
+            analyze(model, out=tmp_path / "out", device="cuda", memory=memory, progress=Notes())
+        assert notes == wanted
+    assert nothing_written(tmp_path)
 
 
 def test_interrupted_in_the_middle(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 import stat
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -243,6 +245,20 @@ def test_write_atomically_leaves_the_old_file_when_it_fails(tmp_path: Path) -> N
         write_atomically(path, "new \ud800")
     assert path.read_text() == "old"
     assert [p.name for p in path.parent.iterdir()] == ["a.txt"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_atomically(tmp_path / "a.txt", "old")
+    fdopen = os.fdopen
+
+    def full(handle: int, *_: object, **__: object) -> IO[str]:
+        fdopen(handle).close()
+        return open("/dev/full", "w")
+
+    monkeypatch.setattr(os, "fdopen", full)
+    with pytest.raises(OSError, match=rf"^can't write to {path}: No space left on device$"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
 
 
 @pytest.mark.parametrize("existing", [False, True])

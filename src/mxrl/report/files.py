@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write fails of, whose error doesn't say to what
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name `path` where it has no room."""
+    try:
+        yield
+    except OSError as err:
+        if err.errno not in _FULL:
+            raise
+        raise OSError(f"can't write to {path}: {err.strerror}") from err
 
 
 def write_atomically(path: Path, text: str) -> Path:
@@ -15,7 +29,7 @@ def write_atomically(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with _naming(path), os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.chmod(name, 0o666 & ~_umask())  # mkstemp's 0600 would hide a shared report from its readers
         os.replace(name, path)
@@ -48,7 +62,8 @@ def staged(out: Path) -> Iterator[Path]:
     except OSError as err:
         raise OSError(f"can't write to {out}: {err.strerror or err}") from err
     try:
-        yield folder
+        with _naming(out):
+            yield folder
         os.chmod(folder, 0o777 & ~_umask())  # mkdtemp's 0700 would hide a shared report from its readers
         if out.exists():
             for file in sorted(folder.iterdir()):
