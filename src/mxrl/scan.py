@@ -185,11 +185,13 @@ def scan(
     tasks = list(ledger.tasks())
     if tasks and not (poisoned and on_nonfinite == "error"):
         pool = _on_cluster(checkpoint, cluster) if cluster else open_pool(checkpoint, shape)
+
+        def measured(task: Task) -> None:
+            tell(task)
+            ordered.collect()
+
         try:
-            drive(
-                pool, ledger, iter(tasks), lambda task: (tell(task), ordered.collect()), journal,
-                stop_at_nonfinite=on_nonfinite == "error",
-            )  # fmt: skip
+            drive(pool, ledger, iter(tasks), measured, journal, stop_at_nonfinite=on_nonfinite == "error")
         finally:
             pool.close()
         poisoned = _poisoned(ledger)
@@ -249,7 +251,7 @@ def drive(
     pool: Pool,
     ledger: Ledger,
     tasks: Iterator[Task],
-    tell: Callable[[Task], object] = lambda task: None,
+    tell: Callable[[Task], None] = lambda task: None,
     journal: Journal | None = None,
     *,
     stop_at_nonfinite: bool = False,

@@ -320,8 +320,9 @@ class Ledger:
 
     def complete(self, weight: Weight) -> bool:
         """Whether all of a weight is known."""
-        found = [self._known(place) for place in self._places(weight)]
-        return all(f.stats.keys() >= set(self.columns) and not (self._moments and f.moments is None) for f in found)
+        wanted = set(self.columns)
+        found = (self._known(place) for place in self._places(weight))
+        return all(wanted <= f.stats.keys() and not (self._moments and f.moments is None) for f in found)
 
     def nonfinite(self, weight: Weight) -> bool:
         """Whether a block with a NaN or an Inf has been met in a weight."""

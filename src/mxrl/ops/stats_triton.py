@@ -390,7 +390,7 @@ def fields(totals: np.ndarray, short: Sequence[Recipe | None]) -> list[dict[str,
         counted = fast.deltas(totals[served, -fast.MANTISSAS :], [recipe for recipe in short if recipe])
         floats, counts, hist = floats.copy(), counts.copy(), hist.copy()
         counts[served, COUNTS.index("delta_count")] += counted[0]
-        floats[served, FLOATS.index("delta_sum") :] += counted[1]
+        floats[served, FLOATS.index("delta_sum") :] += counted[1]  # and the two after it
         hist[served] += counted[2]
     out = []
     for f, c, h in zip(floats.tolist(), counts.tolist(), hist.tolist(), strict=True):
