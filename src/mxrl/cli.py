@@ -1,7 +1,6 @@
 """The command line: `mxrl analyze | probe | train | …`. No maths; each command imports what it needs when it runs.
 
-Exit codes: 0 done; 1 the work failed; 2 the call was wrong (an option, a recipe); 130 Ctrl-C. A failure is one line on
-stderr. A command is a function here; what it raises becomes that line in `main`.
+A command is a function here; what it raises becomes one line on stderr and an exit code in `main` (cli_exit.py).
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from mxrl.cli_exit import Stopped, explain, fail
+
 app = typer.Typer(
     help="MXFP4 quantization for reinforcement learning: split the error, correct it, train with it.",
     no_args_is_help=True,
@@ -22,14 +23,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _STATE = {"traceback": False}
-
-
-class Stopped(Exception):
-    """Ends the program with `code`; the message, if there is one, is the line on stderr."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @app.callback()
@@ -376,46 +369,16 @@ def main(arguments: list[str] | None = None) -> int:
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except Stopped as stop:
-        return _fail(str(stop), stop.code)
+        return fail(str(stop), stop.code)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", 130)
+        return fail("interrupted", 130)
     except BrokenPipeError:  # whoever read our output has gone; Python must not try to flush it once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as err:
         if _STATE["traceback"]:
             raise
-        return _explain(err)
-
-
-def _explain(err: Exception) -> int:
-    """The one line for an exception, and its exit code."""
-    from mxrl.ops.dispatch import BackendError
-    from mxrl.recipes import RecipeError
-    from mxrl.rl.config import ConfigError
-
-    if hasattr(err, "format_message"):  # a usage error of typer's (its click is vendored or not, by version)
-        message = " ".join(err.format_message().split())  # type: ignore[attr-defined]
-        # without a message, help was printed instead
-        return _fail(f"{message} (see mxrl --help)" if message else "", getattr(err, "exit_code", 2))
-    message = " ".join(str(err).split())
-    if isinstance(err, (BackendError, RecipeError, ConfigError)):
-        return _fail(message, 2)
-    if isinstance(err, ModuleNotFoundError) and err.name and not err.name.startswith("mxrl"):
-        return _fail(f"this command needs {err.name}, which is not installed: pip install 'mxrl[train]'", 1)
-    if isinstance(err, (ValueError, RuntimeError, OSError)) and message:
-        return _fail(message, 1)
-    return _fail(f"{type(err).__name__}: {message} (this is a bug; `mxrl --traceback …` shows where)", 1)
-
-
-def _fail(message: str, code: int) -> int:
-    """Say why; of several processes (torchrun's RANK) the first speaks for all where the call itself was wrong."""
-    rank, processes = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
-    if message and (processes == 1 or rank == "0" or code == 1):
-        print(f"mxrl: {f'rank {rank}: ' if processes > 1 else ''}{message}", file=sys.stderr, flush=True)
-    if processes > 1 and "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
-        os._exit(code)  # NCCL would wait for the other processes on the way out
-    return code
+        return explain(err)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def source_hash() -> str:
     package = Path(mxrl.__file__).parent
     digest = hashlib.sha256()
     for file in sorted([*package.glob("*.py"), *package.glob("ops/*.py"), *package.glob("checkpoints/*.py")]):
-        if file.name not in ("__main__.py", "cli.py", "demo.py"):
+        if file.name not in ("__main__.py", "cli.py", "cli_exit.py", "demo.py"):
             digest.update(f"{file.name}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 

@@ -88,7 +88,9 @@ def test_tensors_are_told_of_in_order_while_the_scan_goes_on(
     assert [t.weight for t in result.tensors] == [
         w for w in checkpoint.weights if "experts.1.up" not in w.name or w.layer
     ]
-    assert told[0][1] < told[-1][1] == len(steps)
+    assert told[-1][1] == len(steps)
+    if jobs == 1:  # of two processes one may still be starting, with the first weight's range, when all else is done
+        assert told[0][1] < len(steps)
     assert len(steps) > 2 * len(checkpoint.weights)
 
 
