@@ -6,6 +6,9 @@
 A checkpoint has few shapes and very many tensors, so nearly every task is a replay. A graph holds the launches of one
 shape with their arguments, so it gives the same bits. What Triton doesn't serve (float64, another backend asked for by
 name), and NVFP4's second round, whose scale is an argument, goes the usual way: `scan_tasks.run`.
+
+All graphs are captured on one stream. Torch gives out the same 32 streams in turn, so one stream a graph would at last
+be one that a reader copies on, which ends the capture; and memory is shared on one stream only.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from mxrl.ops import dispatch
 from mxrl.recipes import Recipe
 from mxrl.scan_tasks import Result, Task, finite_amax, operand, operands, run, split
 
-GRAPHS = 64  # kept at most: a model has a dozen shapes
+GRAPHS = 32  # at most, each with a range's rows (32 MB): a model has a dozen shapes, in ranges each is several
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Replay:
 
     def __init__(self) -> None:
         self._known: dict[object, _Graph | None] = {}
-        self._pool: Any = None  # one memory for all graphs: the sums of one are read before the next one runs
+        self._capture: Any = None  # the stream, and one memory for all: the sums of one are read before the next one runs
+        self._pool: Any = None
 
     def graphs(self) -> list[torch.cuda.CUDAGraph]:
         """Those that are kept."""
@@ -91,14 +95,13 @@ class Replay:
         key = (rows.shape, rows.dtype, weight.dim, k, task.columns, phases, task.amax, task.moments)
         if task.maxima or (key not in self._known and not served(task, rows)):
             return run(task, weight, rows)
-        if key not in self._known:  # the first loads the kernels, which a capture may not
-            self._known[key] = None
+        first = key not in self._known  # it loads the kernels, which a capture may not
+        graph = self._known.setdefault(key)
+        if graph is None and (first or len(self.graphs()) >= GRAPHS):
             return launched(task, weight, rows).result(task)
-        graph = self._known[key]
         if graph is None:
-            if len(self.graphs()) >= GRAPHS:
-                self._known, self._pool = {}, None
-            graph = self._known[key] = _Graph(task, weight, rows, self._pool)
+            self._capture = self._capture or torch.cuda.Stream()
+            graph = self._known[key] = _Graph(task, weight, rows, self._capture, self._pool)
             self._pool = graph.pool
         return graph.run(task, rows)
 
@@ -106,10 +109,9 @@ class Replay:
 class _Graph:
     """A task's launches, captured, and the rows that they read."""
 
-    def __init__(self, task: Task, weight: Weight, rows: Tensor, pool: Any):
+    def __init__(self, task: Task, weight: Weight, rows: Tensor, stream: Any, pool: Any):
         self._rows = torch.empty_like(rows)
         self.graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads go on reading ahead

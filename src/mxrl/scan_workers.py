@@ -172,9 +172,10 @@ def open_pool(checkpoint: Checkpoint, shape: Shape) -> Pool:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 # The first message is longer than a pipe holds: taken before torch is imported, lest the parent waits for that.
+# The parent's path before anything else is imported: `python -c` looks into the current folder first.
 _START = """import sys
-from multiprocessing.connection import Connection
 sys.path[:] = sys.argv[2:]
+from multiprocessing.connection import Connection
 pipe = Connection(int(sys.argv[1]))
 try:
     work = pipe.recv_bytes()
@@ -331,8 +332,10 @@ class Joining:
         (self.others if self.others.free_and_up else self._own).submit(task)
 
     def next(self) -> tuple[Task, Result]:
-        self.others.look()
-        return self._own.next() if self._own.busy and not self.others.arrived else self.others.next()
+        if not self.others.arrived:  # else they would send more than is taken from them here, and the journal lag behind
+            self.others.look()
+        mine = self._own.busy and (self.others.up or not self.others.arrived)  # what is left of it comes first
+        return self._own.next() if mine else self.others.next()
 
     def close(self) -> None:
         self._own.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -81,6 +83,51 @@ def test_all_at_once(weights: list[tuple[Weight, Tensor]], start: int) -> None:
         assert_same(launched(task, weight, rows).result(task), run(task, weight, rows))
 
 
+def test_a_range_without_a_row_of_the_sample(weights: list[tuple[Weight, Tensor]]) -> None:
+    """The last one of a tensor may be shorter than the way to its next 61st row."""
+    weight, rows = weights[0]
+    task = Task(0, 2015, 2015 + 33, ("mxfp4", "mxfp4/61", "mxfp8/61"))
+    assert -task.start % 61 > 33
+    got = launched(task, weight, rows[:33]).result(task)
+    assert_same(got, run(task, weight, rows[:33]))
+    assert got.stats["mxfp4/61"].numel == 0 < got.stats["mxfp4"].numel
+
+
+class PretendedGraph:
+    """What is launched while it is captured is computed there and then."""
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self._pool = pool or object()
+
+    def capture_end(self) -> None: ...
+    def replay(self) -> None: ...
+
+    def pool(self) -> object:
+        return self._pool
+
+
+def test_graphs_share_a_stream_and_its_memory(
+    weights: list[tuple[Weight, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are: a stream each would at last be one that a reader copies on."""
+    made: list[MagicMock] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: made.append(MagicMock()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr("mxrl.scan_replay.GRAPHS", 3)
+    monkeypatch.setattr(torch, "empty_like", lambda rows: rows.clone())  # what is launched in a capture sees them
+    weight, rows = weights[0]
+    replay = Replay()
+    for _ in range(3):
+        for start in range(5):  # of a sample of every 7th row: five shapes to Replay
+            task = Task(0, start, start + 32, ("mxfp4", "mxfp8/7"))
+            assert_same(replay.run(task, weight, rows[:32]), run(task, weight, rows[:32]))
+    assert len(made) == 1 and len(replay.graphs()) == 3
+    assert len({graph.pool() for graph in replay.graphs()}) == 1
+
+
 def test_what_is_not_served(weights: list[tuple[Weight, Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     _, rows = weights[0]
     assert not served(Task(0, 0, 0, ("mxfp4",)), rows[:0])
@@ -113,7 +160,20 @@ def test_only_so_many_graphs_are_kept(weights: list[tuple[Weight, Tensor]], monk
         for weight, rows in weights:
             task = Task(0, 0, len(rows), COLUMNS[:2], moments=True)
             assert_same(replay.run(task, weight, rows), run(task, weight, rows))
-            assert len(replay.graphs()) <= 2
+    assert len(replay.graphs()) == 2
+
+
+@needs_gpu
+def test_more_graphs_than_torch_has_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 40 shapes, while readers copy."""
+    monkeypatch.setattr("mxrl.scan_replay.GRAPHS", 40)
+    data = {f"model.layers.{i}.mlp.up_proj.weight": tensor(2 * i, 256, 32 * (1 + i % 40)) for i in range(160)}
+    save_file(data, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "model.safetensors")
+    found = scan(checkpoint, device="cuda:0")
+    monkeypatch.setattr(Replay, "run", lambda self, *args: run(*args))
+    for a, b in zip(found.tensors, scan(checkpoint, device="cuda:0").tensors, strict=True):
+        assert repr(a.stats) == repr(b.stats)
 
 
 @needs_gpu

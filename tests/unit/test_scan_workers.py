@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from mxrl.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from mxrl.scan import Step, drive, scan
 from mxrl.scan_lane import Lane
-from mxrl.scan_tasks import Ledger, Task
-from mxrl.scan_workers import Joining, Processes, Shape, WorkerError, devices_of, parse_size, shape_of
+from mxrl.scan_tasks import Ledger, Result, Task
+from mxrl.scan_workers import Joining, Pool, Processes, Shape, WorkerError, devices_of, parse_size, shape_of
 
 COLUMNS = ("mxfp4", "nvfp4")
 
@@ -120,7 +120,7 @@ def test_a_worker_that_dies_is_one_line_and_no_hang(checkpoint: Checkpoint, numb
     assert all(gone(pid) for pid in pids)
 
 
-def parts(checkpoint: Checkpoint, pool: Lane | Joining) -> list[object]:
+def parts(checkpoint: Checkpoint, pool: Pool) -> list[object]:
     ledger = Ledger(checkpoint, COLUMNS)
     drive(pool, ledger, ledger.tasks())
     return [list(ledger.parts(w, column)) for w in checkpoint.weights for column in COLUMNS]
@@ -164,6 +164,51 @@ def test_processes_that_are_up_take_their_share(tmp_path: Path) -> None:
         assert wait_until(lambda: gone(pool.pids[0]))
         with pytest.raises(WorkerError, match="killed by SIGKILL before its first tensor"):
             others.look(10)
+    finally:
+        pool.close()
+
+
+def test_results_are_taken_no_faster_than_they_are_kept(checkpoint: Checkpoint) -> None:
+    """What is here is given out before more is read; once all are up, what this process had begun comes first."""
+    events: list[str] = []
+
+    class Pretended:
+        def __init__(self, name: str, results: int):
+            self.name, self.left, self.arrived, self.up = name, results, 0, False
+
+        @property
+        def busy(self) -> bool:
+            return self.left > 0
+
+        def look(self) -> None:
+            events.append("look")
+            self.arrived = min(2, self.left)
+
+        def next(self) -> tuple[Task, Result]:
+            events.append(self.name)
+            self.left -= 1
+            self.arrived = max(0, self.arrived - 1)
+            return Task(0, 0, 1, ()), Result()
+
+    pool = object.__new__(Joining)
+    pool.others, pool._own = others, _ = Pretended("theirs", 5), Pretended("mine", 3)  # type: ignore[assignment]
+    for _ in range(3):
+        pool.next()
+    others.up = True
+    while pool.busy:
+        pool.next()
+    assert " ".join(events) == "look theirs theirs look theirs mine mine mine theirs look theirs"
+
+
+def test_workers_import_nothing_from_the_folder_they_are_started_in(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tempfile.py").write_text("raise ImportError('a file of the user, not the module')")
+    monkeypatch.chdir(tmp_path)
+    alone = parts(checkpoint, Lane(checkpoint, "cpu"))
+    pool = Processes(checkpoint, Shape(("cpu", "cpu"), 1, 1))
+    try:
+        assert parts(checkpoint, pool) == alone
     finally:
         pool.close()
 

@@ -322,8 +322,6 @@ def stats(x_ABK: Tensor, recipe: Recipe, foreign_ABK: Tensor | None, tensor_scal
     recipe gives Q, Q* and D; foreign_ABK (float32, x's shape) stands in for Q(x), then there is no delta. tensor_scale:
     NVFP4's, 0-d float32 on the device, else None. Raises ValueError for what `unsupported` names.
     """
-    if x_ABK.numel() == 0:
-        return fields(np.zeros((1, WIDTH), np.int64), [None])[0]
     total, short = launch(x_ABK, recipe, foreign_ABK, tensor_scale)
     return fields(total.cpu().numpy()[None], [recipe if short else None])[0]
 
@@ -354,6 +352,8 @@ def launch(
 
     config, programs, shortcut (False: stats_fast_triton may not serve) are for tuning; they move the sums' last bits.
     """
+    if x_ABK.numel() == 0:
+        return torch.zeros(WIDTH, dtype=torch.int64, device=x_ABK.device), False
     plan, constants = cut(x_ABK, foreign_ABK, recipe, x_ABK.dtype, CONFIGS, config)
     short = shortcut and foreign_ABK is None and fast.serves(x_ABK, recipe, plan.mode)
     if short and constants["M"] > fast.BLOCKS:  # a flag is for whole tiles
