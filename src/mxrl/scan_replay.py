@@ -82,8 +82,8 @@ class Replay:
 
     def __init__(self) -> None:
         self._known: dict[object, _Graph | None] = {}
-        self._capture: Any = None  # the stream, and one memory for all: the sums of one are read before the next one runs
-        self._pool: Any = None
+        self._stream: Any = None  # of all captures
+        self._pool: Any = None  # one memory for all graphs: the sums of one are read before the next one runs
 
     def graphs(self) -> list[torch.cuda.CUDAGraph]:
         """Those that are kept."""
@@ -100,8 +100,8 @@ class Replay:
         if graph is None and (first or len(self.graphs()) >= GRAPHS):
             return launched(task, weight, rows).result(task)
         if graph is None:
-            self._capture = self._capture or torch.cuda.Stream()
-            graph = self._known[key] = _Graph(task, weight, rows, self._capture, self._pool)
+            self._stream = self._stream or torch.cuda.Stream()
+            graph = self._known[key] = _Graph(task, weight, rows, self._stream, self._pool)
             self._pool = graph.pool
         return graph.run(task, rows)
 

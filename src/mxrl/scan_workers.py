@@ -332,7 +332,7 @@ class Joining:
         (self.others if self.others.free_and_up else self._own).submit(task)
 
     def next(self) -> tuple[Task, Result]:
-        if not self.others.arrived:  # else they would send more than is taken from them here, and the journal lag behind
+        if not self.others.arrived:  # else they'd send more than is taken from them here, and the journal lag behind
             self.others.look()
         mine = self._own.busy and (self.others.up or not self.others.arrived)  # what is left of it comes first
         return self._own.next() if mine else self.others.next()
