@@ -34,7 +34,7 @@ from mxrl.nn.grouped import grouped_mm, route
 from mxrl.nn.layers import QuantizedLayer, quantized_layers
 from mxrl.recipes import Recipe
 from mxrl.rl.chain import Problem
-from mxrl.rl.evaluate import prompt_text
+from mxrl.rl.evaluate import prompt_ids
 from mxrl.rl.rollout import inference, left_pad, pad_id
 from mxrl.scan import BASELINES, NonFiniteError, columns_of, nonfinite, parse_recipes
 
@@ -119,8 +119,7 @@ def calibrate(
         raise ValueError("calibration needs at least one prompt")
     started = time.monotonic()
     columns = columns_of(recipes, baselines)
-    texts = [prompt_text(p, tokenizer) for p in problems]
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids = [prompt_ids(problem, tokenizer) for problem in problems]
     _check_lengths(ids, model)
     report = convert(model, "bf16")
     observer = _Observer(columns)

@@ -9,6 +9,7 @@ from tiny_grpo import steps, tiny_trainer
 
 from mxrl.corrections import aqn_sigma
 from mxrl.integrations.trl import GRPOTrainer, NonFiniteError, UnsupportedError
+from mxrl.rl.policy import build_policy
 from mxrl.rl.rollout import SamplingError
 
 
@@ -200,6 +201,39 @@ def test_biased_sampling_is_refused(tmp_path, setting):
 def test_what_would_bypass_the_quantized_rollout_is_refused(tmp_path, setting, words):
     with pytest.raises(UnsupportedError, match=words):
         tiny_trainer(tmp_path, **setting)
+
+
+@pytest.mark.parametrize("name", ["temperature", "do_sample", "min_new_tokens", "bad_words_ids"])
+def test_generation_settings_that_would_not_be_applied_are_refused(tmp_path, name):
+    with pytest.raises(UnsupportedError, match=f"generation_kwargs: {name} would not be applied"):
+        tiny_trainer(tmp_path, generation_kwargs={name: 1, "top_p": 1.0})
+    tiny_trainer(tmp_path, generation_kwargs={"top_p": 1.0})
+
+
+def test_dropout_is_refused(tmp_path):
+    """In training alone, it would be a gap between rollout and training that no quantization makes."""
+    policy = build_policy("dense", size="tiny", seed=2)
+    policy.model.layers[1].self_attn.attention_dropout = 0.1  # taken by a function, not a layer
+    with pytest.raises(UnsupportedError, match=r"'model.layers.1.self_attn' .*attention_dropout=0.1") as error:
+        tiny_trainer(tmp_path, policy=policy)
+    assert "\n" not in str(error.value)
+    policy = build_policy("dense", size="tiny", seed=2)
+    policy.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.2))
+    with pytest.raises(UnsupportedError, match=r"act_fn.1' \(Dropout\) has p=0.2.*disable_dropout=True"):
+        tiny_trainer(tmp_path, policy=policy)
+    tiny_trainer(tmp_path, policy=policy, disable_dropout=True)
+
+
+def test_speed_is_the_same_however_often_it_is_logged(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=4, logging_steps=4)
+    drawn = []
+    inner = trainer.record.drawn
+    trainer.record.drawn = lambda metrics: (drawn.append(metrics["rollout/tokens"]), inner(metrics))
+    trainer.train()
+    (row,) = steps(trainer)
+    assert len(drawn) == 4 and row["rollout/tokens"] == drawn[-1]
+    assert row["speed/rollout_tokens_per_second"] == pytest.approx(sum(drawn) / row["time/rollout"])
+    assert row["speed/tokens_per_second"] == pytest.approx(sum(drawn) / row["time/step"])
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path):

@@ -114,7 +114,7 @@ def expected_digests(kind: str, masters: dict[str, torch.Tensor], t: int) -> dic
     model.load_state_dict(masters)
     mxrl.convert(model, RECIPE)
     policy = Policy(build_policy(kind, size="tiny", seed=8), VerlConfig(RECIPE))
-    with rollout_weights(model, aqn_noise(RECIPE, SEED, min(t, STEPS - 1), STEPS)):
+    with rollout_weights(model, aqn_noise(RECIPE, SEED, t, STEPS)):
         from mxrl.nn import quantized_layers
 
         held = {

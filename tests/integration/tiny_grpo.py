@@ -16,7 +16,13 @@ def digits(completions: Any, **columns: Any) -> list[float]:
 
 
 def tiny_trainer(
-    out: Any, recipe: str = "mxfp4+mbs+of+aqn", *, kind: str = "dense", rows: int = 64, **options: Any
+    out: Any,
+    recipe: str = "mxfp4+mbs+of+aqn",
+    *,
+    kind: str = "dense",
+    rows: int = 64,
+    policy: Any = None,
+    **options: Any,
 ) -> GRPOTrainer:
     """GRPOTrainer on the CPU in float32; options go to the trainer where it knows them, else to GRPOConfig."""
     ours = ("score", "monitor_every", "rollout_batch_size", "answer_of", "contexts", "callbacks", "peft_config",
@@ -31,7 +37,7 @@ def tiny_trainer(
     }  # fmt: skip
     dataset = Dataset.from_list([p.row() for p in load_task("chain", seed=1, n=rows, split="train")])
     return GRPOTrainer(
-        build_policy(kind, size="tiny", seed=2),
+        policy or build_policy(kind, size="tiny", seed=2),
         trainer.pop("reward_funcs", digits),
         config_class(str(out), **settings),
         dataset,

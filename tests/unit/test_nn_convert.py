@@ -138,6 +138,20 @@ def test_a_stack_of_matrices_is_taken_for_unknown_experts():
         mxrl.convert(nn.Sequential(nn.Linear(32, 32), Stack()), "mxfp4")
 
 
+def test_an_mlp_that_is_called_gating_is_no_router():
+    """Moshi's; JetMoE's and GraniteMoE's TopKGating is one."""
+
+    class MoshiGatingMLP(nn.Sequential):
+        pass
+
+    class TopKGating(nn.Sequential):
+        pass
+
+    report = mxrl.convert(nn.Sequential(MoshiGatingMLP(nn.Linear(32, 32)), TopKGating(nn.Linear(32, 4))), "mxfp4")
+    assert [c.name for c in report.converted] == ["0.0.weight"]
+    assert [(i.name, i.reason) for i in report.left] == [("1.0", "router")]
+
+
 def test_experts_that_are_a_list_of_linear_layers():
     class Block(nn.Module):
         def __init__(self):

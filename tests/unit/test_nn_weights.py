@@ -153,6 +153,17 @@ def test_noise_depends_on_seed_and_rollout_alone():
         assert not torch.equal(first[name], next_rollout[name]) and not torch.equal(first[name], other_seed[name])
 
 
+def test_beyond_the_last_rollout_sigma_stays_and_the_draw_does_not():
+    model = converted("qwen3", "mxfp4+aqn")
+    last, beyond = aqn_noise("mxfp4+aqn", 0, 3, 4), aqn_noise("mxfp4+aqn", 0, 4, 4)
+    assert last.sigma == beyond.sigma == pytest.approx(1e-3)
+    drawn = []
+    for noise in (last, beyond):
+        with rollout_weights(model, noise):
+            drawn.append(held_matrices(model))
+    assert all(not torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
+
+
 def test_noise_changes_the_rollout_and_is_gone_after_it():
     model, t = converted("mixtral", "mxfp4+aqn"), tokens()
     with torch.no_grad():

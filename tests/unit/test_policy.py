@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytest.importorskip("transformers")
 
 from mxrl.rl import policy as policy_module
 from mxrl.rl.chain import ALPHABET, Difficulty, Mixture, Problem, solution, split_of, style_of
-from mxrl.rl.evaluate import decode, evaluate, paired_interval
+from mxrl.rl.evaluate import decode, evaluate, paired_interval, prompt_ids
 from mxrl.rl.policy import (
     SIZES,
     PolicyError,
@@ -24,6 +25,7 @@ from mxrl.rl.policy import (
     save_policy,
 )
 from mxrl.rl.rewards import chain_reward
+from mxrl.rl.rollout import end_ids
 from mxrl.rl.tasks import load_task
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "policies" / "run.py"
@@ -217,6 +219,29 @@ def test_evaluate_counts_by_problem_group_and_style(tiny, tokenizer, monkeypatch
     assert found.entropy == 17 / 34 and found.truncated == 0.25 and found.distinct == 2
     assert found.styles == {"careful": 0.25, "guess": 0.5, "skip": 0.25}
     assert json.loads(json.dumps(found.to_dict()))["by_group"]["4"] == {"accuracy": 0.5, "n": 1}
+
+
+def test_prompts_are_those_of_training(tokenizer):
+    """TRL encodes a text with what the tokenizer adds by itself, and a chat's template says all of it."""
+    from tokenizers.processors import TemplateProcessing
+
+    problem = Problem("1+2=", "3")
+    assert prompt_ids(problem, tokenizer) == tokenizer("1+2=")["input_ids"]
+    adding = char_tokenizer()
+    adding.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    assert prompt_ids(problem, adding) == [1, *tokenizer("1+2=")["input_ids"]]
+    adding.chat_template = "<bos>{{ messages[0].content }}"
+    chat = Problem([{"role": "user", "content": "1+2="}], "3")
+    assert prompt_ids(chat, adding) == [1, *tokenizer("1+2=")["input_ids"]]
+
+
+def test_a_completion_ends_with_any_token_that_is_called_an_end(tokenizer):
+    named = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=7))
+    assert end_ids(named, tokenizer) == [2, 7]
+    named.generation_config.eos_token_id = [5, 2]
+    assert end_ids(named, tokenizer) == [2, 5]
+    named.generation_config.eos_token_id = None
+    assert end_ids(named, tokenizer) == [2]
 
 
 def test_evaluate_refuses_what_makes_no_sense(tiny, tokenizer):

@@ -67,6 +67,18 @@ def test_usual_set_names_every_component_three_ways_once() -> None:
     assert (parsed.component, parsed.without, Treatment.parse("mxfp4@~grid").component) == ("", "grid", "grid")
 
 
+def test_forward_alone_leaves_every_gradient_to_the_master_weights() -> None:
+    model = tiny_model("qwen3")
+    mxrl.convert(model, "mxfp4")
+    layer = model.model.layers[0].mlp.down_proj
+    x = torch.randn(5, layer.in_features, requires_grad=True)
+    dy = torch.randn(5, layer.out_features)
+    for recipe in ("mxfp4", "mxfp4+quantize_grad=True"):
+        with treated(model, f"{recipe}@forward"):
+            (dx,) = torch.autograd.grad(layer(x), x, dy)
+        assert torch.equal(dx, dy @ layer.weight)
+
+
 def test_treated_restores_layers_and_random_state_after_an_error() -> None:
     model = tiny_model("qwen3")
     mxrl.convert(model, "mxfp4+mbs", skip=["*.0.*.down_proj"])

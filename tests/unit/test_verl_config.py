@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +73,24 @@ def test_prepare_sends_the_section_to_every_process():
     assert VerlConfig.from_environment() == ours  # local Ray processes inherit the driver's
 
 
+def test_the_noise_needs_to_know_how_many_rollouts_there_will_be(monkeypatch):
+    """verl's total_training_steps is −1 until a trainer fills it in, which its asynchronous ones do too late."""
+    from mxrl.integrations.verl.annealing import Annealing
+
+    class Engine(Annealing):
+        rollout = 5
+        optimizer_config = SimpleNamespace(total_training_steps=-1)
+
+    monkeypatch.setenv(ENVIRONMENT, VerlConfig("mxfp4+aqn").to_json())
+    with pytest.raises(VerlConfigError, match=r"mxrl.total_rollouts: .* give \+mxrl.total_rollouts=N"):
+        Engine().noise()
+    monkeypatch.setenv(ENVIRONMENT, VerlConfig("mxfp4+aqn", total_rollouts=4).to_json())
+    noise = Engine().noise()
+    assert (noise.rollout, noise.sigma) == (5, pytest.approx(1e-3))
+    monkeypatch.setenv(ENVIRONMENT, VerlConfig("mxfp4").to_json())
+    assert Engine().noise() is None
+
+
 def test_prepare_keeps_what_the_run_sends_already(monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "theirs")
     config = composed(ray_kwargs__ray_init__runtime_env__env_vars={"A": "1"})
@@ -120,6 +139,7 @@ W4A4 = {A + "rollout__name": "vllm"}
         ({A + "actor__fsdp_config__qat__enable": True}, ["qat.enable=True"]),
         ({A + "rollout__top_p": 0.9}, ["rollout.top_p=0.9", "1.0"]),
         ({A + "rollout__top_k": 20}, ["rollout.top_k=20", "-1"]),
+        ({A + "rollout__val_kwargs": {"top_p": 0.7}}, ["rollout.val_kwargs.top_p=0.7", "leave it at 1.0"]),
         ({A + "rollout__quantization": "fp8"}, ["rollout.quantization=fp8"]),
         ({A + "rollout__checkpoint_engine__backend": "delta_sharded"}, ["delta_sharded"]),
         ({A + "rollout__name": "sglang"}, ["rollout.name=sglang", "+mxrl.rollout_activations=a16", "+w4a16"]),

@@ -37,8 +37,7 @@ from trl.trainer.grpo_config import GRPOConfig as TrlConfig
 from trl.trainer.utils import create_model_from_path, get_config_model_id
 
 import mxrl
-from mxrl.corrections import aqn_sigma
-from mxrl.integrations.trl_config import GRPOConfig, UnsupportedError, pin
+from mxrl.integrations.trl_config import GRPOConfig, UnsupportedError, pin, refuse_dropout
 from mxrl.integrations.trl_contract import check_version
 from mxrl.integrations.trl_passes import KNOWN, scored_by_length, sorted_batches
 from mxrl.integrations.trl_rollout import (
@@ -87,9 +86,12 @@ class GRPOTrainer(ShardedTrainer):
         monitor_every: every how many rollouts weights, logit noise and decoding gap are measured; 0 never.
         rollout_batch_size: sequences decoded together (default: all of a rollout).
 
-    The master weights are never written by a rollout. `conversion` is the report of what was converted, `pinned` the
-    settings that decide the objective. Raises UnsupportedError or SamplingError, one line each, for settings that would
-    bypass or bias the rollout, and NonFiniteError during training.
+    The master weights are never written by a rollout. With beta, the reference is the unquantized model, so that the KL
+    holds the quantization error too; with LoRA it is the policy without its adapters, and it doesn't.
+
+    `conversion` is the report of what was converted, `pinned` the settings that decide the objective. Raises
+    UnsupportedError or SamplingError, one line each, for settings (dropout, for one) that would bypass or bias the
+    rollout, and NonFiniteError during training.
     """
 
     # TRL's attributes, declared wider or narrower there than what they hold
@@ -140,8 +142,10 @@ class GRPOTrainer(ShardedTrainer):
         super().__init__(model, reward_funcs, args, *rest, **kwargs)
         if args.cast_lm_head_to_fp32:
             without_autocast(self.accelerator.unwrap_model(self.model).get_output_embeddings())
-        if takes_positions(self.model):
-            self.model.register_forward_pre_hook(real_positions, with_kwargs=True)
+        refuse_dropout(self.model)
+        policies: list[Any] = [model for model in (self.model, self.ref_model) if model is not None]
+        for policy in filter(takes_positions, policies):
+            policy.register_forward_pre_hook(real_positions, with_kwargs=True)
         self.vllm_generation = QuantizedRollout(self)
         self._last_loaded_step = -1
         self.use_vllm = True  # from here on, TRL's importance sampling is on
@@ -257,14 +261,13 @@ class GRPOTrainer(ShardedTrainer):
 
     def _rollout_drawn(self, model: Any, rollout: Any, report: RolloutReport) -> None:
         """Metrics that need the rollout's own weights, which are dropped right after."""
-        t, total = self.vllm_generation.rollout, self.total_rollouts
         drawn = torch.stack([rollout.entropies.double().sum(), rollout.completion_mask.sum().double()])
         nats, tokens = self.accelerator.reduce(drawn, reduction="sum").tolist()
         own = {
-            "rollout": float(t),
+            "rollout": float(self.vllm_generation.rollout),
             "rollout/entropy": nats / max(tokens, 1.0),
             "rollout/tokens": tokens,
-            "aqn/sigma": aqn_sigma(min(t, total - 1), total, *self.recipe.aqn) if self.recipe.aqn else 0.0,
+            "aqn/sigma": report.sigma or 0.0,
             "aqn/effective_sigma": report.effective_sigma,
         }
         if self._monitors():
@@ -272,7 +275,7 @@ class GRPOTrainer(ShardedTrainer):
             part = type(rollout)(**{name: value[rows] for name, value in vars(rollout).items()})
             with self.record.phase("monitor"):
                 own.update(decode_gap(model, part, temperature=self.temperature, chunk=DECODE_ROWS).metrics())
-        self.record.rollout = own
+        self.record.drawn(own)
 
     def _monitors(self) -> bool:
         return self.monitor_every > 0 and self.vllm_generation.rollout % self.monitor_every == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from trl.trainer.grpo_config import GRPOConfig as TrlConfig
 
 from mxrl.rl.rollout import NEUTRAL, refuse_biased_sampling
@@ -24,10 +26,28 @@ class UnsupportedError(ValueError):
     """A setting of TRL's under which the quantized rollout would be bypassed or biased."""
 
 
+def refuse_dropout(model: nn.Module) -> None:
+    """UnsupportedError where a part of the model drops anything in training, which no rollout does."""
+    for name, module in model.named_modules():
+        rates = {"p": module.p} if isinstance(module, _DropoutNd) else vars(module)
+        for key, rate in rates.items():
+            if isinstance(rate, float) and rate > 0 and (key == "p" or "dropout" in key):
+                raise UnsupportedError(
+                    f"GRPOTrainer: '{name}' ({type(module).__name__}) has {key}={rate:g}, so training would score the "
+                    "rollout's tokens with another policy than the one that drew them; load the model with it at 0, "
+                    "or set disable_dropout=True where it is a layer of its own"
+                )
+
+
 def pin(args: Any, extra: dict[str, Any]) -> None:
     """Refuse what bypasses the quantized rollout or biases it; pin TIS where the config has only TRL's defaults."""
     refuse_biased_sampling({name: getattr(args, name, None) for name in NEUTRAL}, "GRPOConfig")
     refuse_biased_sampling(args.generation_kwargs or {}, "GRPOConfig.generation_kwargs")
+    if others := sorted(set(args.generation_kwargs or ()) - set(NEUTRAL)):
+        raise UnsupportedError(
+            f"GRPOConfig.generation_kwargs: {', '.join(others)} would not be applied by the quantized rollout, which "
+            "takes temperature and max_completion_length from GRPOConfig; leave it out"
+        )
     for name in ("use_vllm", "use_transformers_continuous_batching"):
         if getattr(args, name):
             raise UnsupportedError(f"GRPOConfig {name}=True would bypass the quantized rollout; leave it off")

@@ -35,8 +35,7 @@ class QuantizedRollout:
             self.synced_step = self.trainer.state.global_step
 
     def noise(self) -> Noise | None:
-        total = self.trainer.total_rollouts
-        return aqn_noise(self.trainer.recipe, self.trainer.args.seed, min(self.rollout, total - 1), total)
+        return aqn_noise(self.trainer.recipe, self.trainer.args.seed, self.rollout, self.trainer.total_rollouts)
 
     def generate(
         self, prompts: list[list[int]], images: Any, num_generations: int, profiler: Any = None

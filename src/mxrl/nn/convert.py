@@ -28,7 +28,7 @@ from mxrl.recipes import Recipe
 
 HEADS = {"lm_head", "score", "classifier", "v_head", "value_head", "embed_out", "qa_outputs"}
 ROUTER_NAMES = {"router", "gate", "shared_expert_gate"}
-_ROUTER_CLASS = re.compile(r"router|topk|gating", re.IGNORECASE)
+_ROUTER_CLASS = re.compile(r"router|topk|gating$", re.IGNORECASE)  # MoshiGatingMLP is none
 
 
 class ConvertError(ValueError):

@@ -60,11 +60,14 @@ class AqnNoise:
 
 
 def aqn_noise(recipe: Recipe | str, seed: int, rollout: int, total_rollouts: int) -> AqnNoise | None:
-    """AQN's noise of rollout `rollout` (counted from 0) of `total_rollouts`; None where the recipe has no `+aqn`."""
+    """AQN's noise of rollout `rollout` (counted from 0) of `total_rollouts`; None where the recipe has no `+aqn`.
+
+    A rollout beyond the last one has the last one's σ, and a draw of its own.
+    """
     recipe = Recipe.parse(recipe)
     if recipe.aqn is None:
         return None
-    return AqnNoise(recipe, seed, rollout, aqn_sigma(rollout, total_rollouts, *recipe.aqn))
+    return AqnNoise(recipe, seed, rollout, aqn_sigma(min(rollout, total_rollouts - 1), total_rollouts, *recipe.aqn))
 
 
 def rms(weight: Tensor) -> float:

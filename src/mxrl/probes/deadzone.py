@@ -29,7 +29,7 @@ from mxrl.probes.subject import ProbeError, Subject, to_decode
 from mxrl.probes.survival import accuracy
 from mxrl.probes.treatments import BASELINE, Treatment, treated
 from mxrl.probes.treatments import treatments as usual
-from mxrl.rl.evaluate import Decoded, decode, prompt_text
+from mxrl.rl.evaluate import Decoded, decode
 from mxrl.rl.rewards import chain_answer, chain_reward, gsm8k_answer, gsm8k_reward
 
 PAPER = "arXiv 2605.20402"
@@ -140,7 +140,7 @@ def _answers(subject: Subject, treatment: Treatment | str, samples: int, tempera
 
 
 def _decoded(subject: Subject, samples: int, temperature: float) -> Decoded:
-    prompts = [prompt_text(problem, subject.tokenizer) for problem in subject.problems for _ in range(samples)]
+    prompts = [ids for ids in subject.prompt_ids for _ in range(samples)]
     return decode(
         subject.model, subject.tokenizer, prompts,
         max_new_tokens=subject.max_new_tokens, temperature=temperature, seed=subject.seed,

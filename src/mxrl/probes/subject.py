@@ -22,7 +22,7 @@ from mxrl.nn import convert, quantized_layers
 from mxrl.nn.layers import canonical_name
 from mxrl.probes.treatments import BASELINE, Treatment
 from mxrl.rl.chain import Problem, solution
-from mxrl.rl.evaluate import prompt_text
+from mxrl.rl.evaluate import prompt_ids
 from mxrl.rl.policy import POLICY_PREFIX, load_model
 from mxrl.rl.rewards import Reward
 from mxrl.rl.rollout import (
@@ -91,8 +91,7 @@ class Subject:
 
     @functools.cached_property
     def prompt_ids(self) -> list[list[int]]:
-        texts = [prompt_text(p, self.tokenizer) for p in self.problems]
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [prompt_ids(problem, self.tokenizer) for problem in self.problems]
 
     def rollout(self, *, samples: int = 1, greedy: bool = False, temperature: float = 1.0) -> Rollout:
         """`samples` completions of every prompt, side by side, as the model now computes (see `treated`)."""

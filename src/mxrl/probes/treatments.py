@@ -98,8 +98,9 @@ class Treatment:
 
     def operands(self) -> Operands:
         """The quantizers of a layer under this treatment."""
-        backward = "master" if self.passes == "forward" else self.recipe.backward
-        recipe = dataclasses.replace(self.recipe, backward=backward, pack_saved=False)
+        recipe = dataclasses.replace(self.recipe, pack_saved=False)
+        if self.passes == "forward":
+            recipe = dataclasses.replace(recipe, backward="master", quantize_grad=False)
         plain = Operands.of(recipe)
         whole = self.components == frozenset(COMPONENTS) and not self.control
 

@@ -87,19 +87,20 @@ class Evaluation:
         }
 
 
-def prompt_text(problem: Problem, tokenizer: Any) -> str:
-    """The prompt as text; chat messages go through the tokenizer's chat template."""
+def prompt_ids(problem: Problem, tokenizer: Any) -> list[int]:
+    """The prompt as in training: chat messages by the tokenizer's chat template, text with what it adds by itself."""
     if isinstance(problem.prompt, str):
-        return problem.prompt
+        return tokenizer(problem.prompt)["input_ids"]
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the problem's prompt is a chat, but the tokenizer has no chat template")
-    return tokenizer.apply_chat_template(problem.prompt, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(problem.prompt, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def decode(
     model: Any,
     tokenizer: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -107,7 +108,7 @@ def decode(
     batch_size: int = 1024,
     first_row: int = 0,
 ) -> Decoded:
-    """Complete text prompts in batches, in the given order. `temperature=0` is greedy.
+    """Complete prompts, texts or token ids, in batches, in the given order. `temperature=0` is greedy.
 
     model: converted or not; where its layers hold a rollout's weights already, those are used (`rollout_weights`, or a
         `Replica` that is filled), else each weight is quantized once here.
@@ -116,22 +117,22 @@ def decode(
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be >= 0 (0 is greedy)")
     ends = end_ids(model, tokenizer)
-    prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+    ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     layers = list(quantized_layers(model))
     # the weights don't change here, so a converted model quantizes each once, not once a token
     with rollout_weights(model) if layers and not any(layer.holds for layer in layers) else nullcontext():
         out = sample(
-            model, prompt_ids,
+            model, ids,
             max_new_tokens=max_new_tokens, eos_token_id=ends, pad_token_id=pad_id(tokenizer),
             temperature=temperature or 1.0, greedy=temperature == 0, seed=seed, batch_size=batch_size,
             first_row=first_row,
         )  # fmt: skip
-    ids = out.completions()
+    completions = out.completions()
     return Decoded(
-        texts=tokenizer.batch_decode(ids, skip_special_tokens=True),
-        tokens=[len(row) for row in ids],
+        texts=tokenizer.batch_decode(completions, skip_special_tokens=True),
+        tokens=[len(row) for row in completions],
         entropy=out.entropies.sum(1).tolist(),
-        finished=[row[-1] in ends for row in ids],
+        finished=[row[-1] in ends for row in completions],
     )
 
 
@@ -159,7 +160,7 @@ def evaluate(
         raise ValueError("no problems to evaluate on")
     if samples < 1 or (samples > 1 and temperature == 0):
         raise ValueError(f"samples={samples} at temperature {temperature}: greedy decoding has one completion")
-    prompts = [prompt_text(problem, tokenizer) for problem in problems for _ in range(samples)]
+    prompts = [ids for problem in problems for ids in [prompt_ids(problem, tokenizer)] * samples]
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     share = slice(len(prompts) * rank // ranks, len(prompts) * (rank + 1) // ranks)
     out = Decoded([], [], [], [])

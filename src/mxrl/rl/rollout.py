@@ -161,10 +161,10 @@ def pad_id(tokenizer: Any) -> int:
 
 
 def end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a completion: the generation config's, else the tokenizer's."""
-    ends = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
-    return [ends] if isinstance(ends, int) else list(ends)
+    """The tokens that end a completion: every one that the tokenizer or the generation config names, as for TRL."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    named = named if isinstance(named, list | tuple) else [named]
+    return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *named) if token is not None))
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -28,10 +28,16 @@ class StepRecord:
         self.carried: dict[str, float] = {}  # the trainer's metrics of that rollout
         self.gap = GapStats()
         self.fresh = False  # whether there was a rollout since the last log
+        self._tokens = 0.0  # of all rollouts since then
         self.seconds: dict[str, float] = {}
         self._entropy = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
         self._inner: list[float] = []  # for each open phase, the time spent in phases inside it
         self._last = time.perf_counter()
+
+    def drawn(self, metrics: dict[str, float]) -> None:
+        """A rollout's own metrics, `rollout/tokens` among them."""
+        self.rollout = metrics
+        self._tokens += metrics["rollout/tokens"]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -74,11 +80,10 @@ class StepRecord:
             self.carried = {
                 name: sum(values) / len(values) for name, values in trainer.items() if name.startswith(ROLLOUT_METRICS)
             }
-            tokens = self.rollout.get("rollout/tokens", 0.0)
             if self.seconds.get("rollout"):
-                out["speed/rollout_tokens_per_second"] = tokens / self.seconds["rollout"]
-            out["speed/tokens_per_second"] = tokens / self.seconds["step"]
+                out["speed/rollout_tokens_per_second"] = self._tokens / self.seconds["rollout"]
+            out["speed/tokens_per_second"] = self._tokens / self.seconds["step"]
         else:
             out.update(self.carried)
-        self.seconds, self.gap, self.fresh = {}, GapStats(), False
+        self.seconds, self.gap, self.fresh, self._tokens = {}, GapStats(), False, 0.0
         return {**self.rollout, **out}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mxrl.integrations.verl.config import VerlConfig
+from mxrl.integrations.verl.config import SECTION, VerlConfig, VerlConfigError
 from mxrl.integrations.verl.export import Export, ExportError, ExportPlan
 from mxrl.nn import aqn_noise
 from mxrl.nn.weights import Noise
@@ -37,12 +37,18 @@ class Annealing:
 
     @property
     def total_rollouts(self) -> int:
-        """T of AQN's schedule."""
-        return max(1, self.ours.total_rollouts or self.optimizer_config.total_training_steps)
+        """T of AQN's schedule. VerlConfigError where it isn't known (verl's asynchronous trainers learn it later)."""
+        total = self.ours.total_rollouts or self.optimizer_config.total_training_steps
+        if total < 1:
+            raise VerlConfigError(
+                f"{SECTION}.total_rollouts: verl doesn't say how many updates there will be, over which +aqn's noise "
+                f"is annealed; give +{SECTION}.total_rollouts=N"
+            )
+        return total
 
     def noise(self) -> Noise | None:
-        total = self.total_rollouts
-        return aqn_noise(self.ours.parsed, self.ours.seed, min(self.rollout, total - 1), total)
+        recipe = self.ours.parsed
+        return aqn_noise(recipe, self.ours.seed, self.rollout, self.total_rollouts) if recipe.aqn else None
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> Any:
         raise ExportError("checkpoint_engine.backend=delta_sharded sends master weights; use naive or nccl")

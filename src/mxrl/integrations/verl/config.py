@@ -146,6 +146,9 @@ def conflicts(ours: VerlConfig, config: Any) -> Iterator[str]:
     for name, neutral in (("top_p", 1.0), ("top_k", -1), ("repetition_penalty", 1.0)):
         if rollout.get(name, neutral) != neutral:
             yield f"{here}rollout.{name}={rollout[name]} biases the importance weights; leave it at {neutral}"
+        value = (rollout.get("val_kwargs") or {}).get(name, neutral)
+        if rollout.name == ROLLOUT and value != neutral:
+            yield f"{here}rollout.val_kwargs.{name}={value}: not applied by our rollout; leave it at {neutral}"
     if actor.strategy == "megatron":
         yield from _megatron_conflicts(ours, actor.megatron, model)
     if not recipe.quantizes and recipe.aqn is None:

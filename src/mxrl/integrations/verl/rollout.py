@@ -36,7 +36,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from mxrl.integrations.verl.config import ROLLOUT, VerlConfig
 from mxrl.integrations.verl.export import ExportError
 from mxrl.integrations.verl.policy import Policy
-from mxrl.rl.rollout import derived_seed, sample
+from mxrl.rl.rollout import derived_seed, end_ids, pad_id, sample
 
 BUCKET = 256 << 20  # bytes sent at once
 DIGESTS = "MXRL_VERL_DIGESTS"  # a folder for the hash of every weight of every synchronization, to check a run by
@@ -63,8 +63,7 @@ class Server:
             model.local_path, config=model.hf_config, dtype=dtype, trust_remote_code=model.trust_remote_code
         )
         self.policy = Policy(fresh, self.ours)
-        self.eos = _eos(model)
-        self.pad = model.tokenizer.pad_token_id if model.tokenizer.pad_token_id is not None else self.eos[0]
+        self.eos, self.pad = end_ids(model, model.tokenizer), pad_id(model.tokenizer)
         self.rank, self.step, self.batches = replica_rank, None, 0
         self.seen: Counter[tuple[int, ...]] = Counter()
         self.requests: list[_Request] = []
@@ -163,13 +162,6 @@ class Server:
 
     wake_up = clear_kv_cache = release_kv_cache = resume_kv_cache = sleep
     abort_all_requests = resume_generation = start_profile = stop_profile = sleep
-
-
-def _eos(model: Any) -> list[int]:
-    """Every end-of-sequence token that the tokenizer or the generation configuration names."""
-    found = getattr(model.generation_config, "eos_token_id", None)
-    listed = list(found) if isinstance(found, list | tuple) else [found]
-    return list(dict.fromkeys(token for token in (model.tokenizer.eos_token_id, *listed) if token is not None))
 
 
 def _name(replica_rank: int) -> str:
