@@ -82,3 +82,11 @@ def layouts(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     yield "longer than a segment", ordinary(dtype, 1, 1100, 20).transpose(1, 2)
     for shape in ((0, 3, 32), (2, 0, 32), (2, 3, 0)):
         yield f"empty {shape}", torch.zeros(shape, dtype=dtype)
+
+
+def near_the_largest(dtype: torch.dtype) -> torch.Tensor:
+    """[1, 16, 128], all above half of the dtype's largest value: a component alone can lead beyond it."""
+    g = torch.Generator().manual_seed(6)
+    x = torch.rand(1, 16, 128, generator=g, dtype=torch.float64) * 0.5 + 0.5
+    sign = torch.randint(0, 2, x.shape, generator=g) * 2 - 1
+    return (x * sign * torch.finfo(dtype).max).to(dtype)

@@ -174,7 +174,8 @@ class Decomposition:
     """The components of one tensor's error, float64 in its shape (NaN in poisoned blocks).
 
     mask: bool, the deadzone D. orthogonal: whether ⟨e_dz, e_scale⟩ = ⟨e_dz, e_grid⟩ = 0 is *guaranteed* for this
-    quantizer; the inner products themselves are in `stats`, measured, never assumed.
+    quantizer (and float64 tensor: one whose scales were clamped isn't); the inner products themselves are in `stats`,
+    measured, never assumed.
     """
 
     scale: Tensor
@@ -208,6 +209,8 @@ class _Job:
     def of(
         cls, x: Tensor, recipe: Recipe | Quantizer, dim: int, fmt: BlockFormat | None, backend: str | None = None
     ) -> _Job:
+        if not isinstance(fmt, BlockFormat | None):
+            raise TypeError(f"decompose: format={fmt!r}; possible: MXFP4, MXFP8, NVFP4 (mxrl.formats)")
         x = x.detach()
         x_ABK = as_abk(x, dim)
         if isinstance(recipe, Recipe) and recipe.quantizes and fmt in (None, recipe.format):
@@ -219,6 +222,8 @@ class _Job:
                 raise ValueError(f"decompose: {recipe} is of format {recipe.base}; format= is for callables")
         else:
             foreign = recipe(x)
+        if not isinstance(foreign, Tensor):
+            raise TypeError(f"decompose: the quantizer gave a {type(foreign).__name__}; it must give a tensor")
         if foreign.shape != x.shape:
             shapes = f"{tuple(x.shape)} to {tuple(foreign.shape)}"
             raise ValueError(f"decompose: the quantizer changed the shape from {shapes}; it must keep it")
@@ -241,7 +246,7 @@ def error_stats(
     Arguments and errors as `decompose`. Equal bit for bit however many threads run it; between backends counts are
     equal, and sums to 1e-12 relative.
     """
-    recipe, dim = _checked(x, recipe, dim)
+    recipe, dim = _checked(x, recipe, dim, "error_stats")
     job = _Job.of(x, recipe, dim, format, backend)
     operation = dispatch.operation("stats", job.x_ABK, job.recipe, backend)
     return ErrorStats(**operation.stats(job.x_ABK, job.recipe, job.foreign_ABK, job.tensor_scale))
@@ -261,9 +266,9 @@ def decompose(
     x: any float dtype and shape (bf16 and fp16 are taken as the float32 values they are). recipe: its grammar, a
         Recipe, or any callable Tensor -> Tensor of the same shape. format: the block format whose Q* and D a callable
         is referred to (default MXFP4); a recipe brings its own. backend: of the statistics, see `mxrl.ops.dispatch`.
-    Returns a Decomposition with x + scale + deadzone + grid == C(x) exactly.
+    Returns a Decomposition with x + scale + deadzone + grid == C(x) exactly; of float64 tensors to a rounding of each.
     """
-    recipe, dim = _checked(x, recipe, dim)
+    recipe, dim = _checked(x, recipe, dim, "decompose")
     job = _Job.of(x, recipe, dim, format, backend)
     columns = x.shape[dim]
 
@@ -280,7 +285,8 @@ def decompose(
     operation = dispatch.operation("stats", job.x_ABK, job.recipe, backend)
     stats = ErrorStats(**operation.stats(job.x_ABK, job.recipe, job.foreign_ABK, job.tensor_scale))
     scale, deadzone, grid, total = out
-    return Decomposition(scale, deadzone, grid, total, mask, stats, is_orthogonal(recipe))
+    clamped = x.dtype == torch.float64 and stats.clamped_blocks > 0  # to a scale that may be below the ideal one
+    return Decomposition(scale, deadzone, grid, total, mask, stats, is_orthogonal(recipe) and not clamped)
 
 
 @torch.no_grad()
@@ -305,7 +311,7 @@ def inject(
         raise ValueError(f"inject: unknown component '{name}'; possible: {', '.join(COMPONENTS)}")
     if energy_matched:
         return _energy_matched(x, chosen, recipe, dim, generator)
-    recipe, dim = _checked(x, recipe, dim)
+    recipe, dim = _checked(x, recipe, dim, "inject")
     job = _Job.of(x, recipe, dim, None, backend)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out_ABK = as_abk(out, dim)
@@ -321,19 +327,24 @@ def _energy_matched(
     x: Tensor, chosen: frozenset[str], recipe: str | Recipe | Quantizer, dim: int, generator: torch.Generator | None
 ) -> Tensor:
     """x plus Gaussian noise with the norm of the chosen components."""
+    if not chosen:
+        return x.clone()
     parts = decompose(x, recipe, dim=dim)
     error = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for name in COMPONENTS:
         if name in chosen:
             error += getattr(parts, name)
     noise = torch.randn(x.shape, dtype=torch.float64, device=x.device, generator=generator)
-    if x.numel():
-        noise *= error.norm() / noise.norm()
-    result = x.double() + noise
+    whole = ~torch.isnan(error)  # a poisoned block has no components, and stays NaN alone
+    norm, of_noise = (torch.where(whole, part, 0.0).norm() for part in (error, noise))
+    if of_noise:
+        noise *= norm / of_noise
+    largest = torch.finfo(x.dtype).max
+    result = torch.where(whole, (x.double() + noise).clamp(-largest, largest), error)
     return torch.where(result == 0, torch.copysign(result, x.double()), result).to(x.dtype)  # zeros keep x's sign
 
 
-def _checked(x: Tensor, recipe: str | Recipe | Quantizer, dim: int) -> tuple[Recipe | Quantizer, int]:
-    if isinstance(recipe, str):
+def _checked(x: Tensor, recipe: str | Recipe | Quantizer, dim: int, what: str) -> tuple[Recipe | Quantizer, int]:
+    if not callable(recipe):
         recipe = Recipe.parse(recipe)
-    return recipe, check_input(x, dim, "decompose")
+    return recipe, check_input(x, dim, what)

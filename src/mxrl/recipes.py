@@ -32,6 +32,7 @@ MBS_MODES = ("align", "search16", "search256", "joint")
 ACTIVATIONS = ("a4", "a8", "a16")
 DEFAULT_ALPHA = 0.5
 DEFAULT_SIGMA = (1e-2, 1e-3)
+MACRO_LIMIT = 1 << 20  # longer than any row of a model: kernels hold a macro-block
 
 
 class RecipeError(ValueError):
@@ -70,6 +71,7 @@ class Recipe:
     skip: tuple[str, ...] = ()  # fnmatch patterns of module names left unquantized
 
     def __post_init__(self) -> None:
+        self._check_types()
         text = self.base
         _pick(self.base, tuple(RULES), "base", text)
         if self.base != "bf16":
@@ -97,8 +99,29 @@ class Recipe:
             raise RecipeError(f"recipe: aqn's σ must be finite and not negative, got {self.aqn[0]:g}:{self.aqn[1]:g}")
         if self.aqn is not None and (self.aqn[0] == 0) != (self.aqn[1] == 0):
             raise RecipeError("recipe: aqn anneals geometrically, so σ_start and σ_end are both zero or both positive")
-        if self.macro < MXFP4.block or self.macro % MXFP4.block:
-            raise RecipeError(f"recipe: macro={self.macro} must be a positive multiple of {MXFP4.block}")
+        if self.macro not in range(MXFP4.block, MACRO_LIMIT + 1, MXFP4.block):
+            raise RecipeError(
+                f"recipe: macro={self.macro} must be a multiple of {MXFP4.block} from {MXFP4.block} to {MACRO_LIMIT}"
+            )
+        for pattern in self.skip:
+            if not pattern or re.search(r"[+,\s]", pattern):
+                raise RecipeError(f"recipe: skip pattern '{pattern}' is empty or holds a '+', ',' or space")
+
+    def _check_types(self) -> None:
+        """Of what is not one of a few words."""
+        numbers = self.aqn or (0.0, 0.0)
+        right = {
+            "macro": (isinstance(self.macro, int), "a whole number"),
+            "of": (isinstance(self.of, int | float | None), "a number or None"),
+            "aqn": (isinstance(numbers, tuple) and list(map(_is_number, numbers)) == [True] * 2, "two numbers or None"),
+            "skip": (isinstance(self.skip, tuple) and all(isinstance(p, str) for p in self.skip), "a tuple of texts"),
+            "quantize_grad": (isinstance(self.quantize_grad, bool), "True or False"),
+            "pack_saved": (isinstance(self.pack_saved, bool), "True or False"),
+            "aqn_relative": (isinstance(self.aqn_relative, bool), "True or False"),
+        }
+        for name, (is_right, words) in right.items():
+            if not is_right:
+                raise RecipeError(f"recipe: {name}={getattr(self, name)!r} must be {words}")
 
     def _check_pack_saved(self) -> None:
         """The backward pass must need the quantized activation, and that must have a packed form."""
@@ -142,6 +165,8 @@ class Recipe:
     @classmethod
     def parse(cls, text: str | Recipe) -> Recipe:
         """Parse the grammar above; raises RecipeError (a ValueError) naming the part that is wrong."""
+        if not isinstance(text, str | Recipe):
+            raise RecipeError(f"recipe: {text!r} is no text; write for example 'mxfp4+mbs+of'")
         return text if isinstance(text, Recipe) else _parse(text)
 
     def __str__(self) -> str:
@@ -153,7 +178,8 @@ class Recipe:
         if self.of is not None:
             out += "+of" + (f":{self.of!r}" if self.of != DEFAULT_ALPHA else "")
         if self.aqn is not None:
-            out += "+aqn" + (f":{self.aqn[0]!r}:{self.aqn[1]!r}" if self.aqn != DEFAULT_SIGMA else "")
+            sigmas = "".join(f":{s!r}".replace("e+", "e") for s in self.aqn)  # a + would begin another part
+            out += "+aqn" + (sigmas if self.aqn != DEFAULT_SIGMA else "")
         if self.activations != "a4":
             out += "+w4" + self.activations
         for f in fields(self):
@@ -191,6 +217,10 @@ def _parse(text: str) -> Recipe:
     except RecipeError as err:
         message = str(err)
         raise RecipeError(f"recipe '{text}': {message.split(': ', 1)[-1]}") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _number(value: str, what: str, text: str) -> float:

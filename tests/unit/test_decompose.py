@@ -20,6 +20,7 @@ from oracles.bits import assert_same, oracle, rows_of
 from mxrl import ErrorStats, Recipe, decompose, fake_quantize, inject
 from mxrl.decompose import error_stats
 from mxrl.formats import MXFP8, NVFP4
+from mxrl.recipes import RecipeError
 
 RECIPES = (
     "mxfp4",
@@ -428,6 +429,46 @@ def test_inject_matched_energy():
     assert (noise(1) != noise(2)).any()
     kurtosis = (noise(3) ** 4).mean() / (noise(3) ** 2).mean() ** 2
     assert kurtosis == pytest.approx(3.0, abs=0.2)
+
+
+@pytest.mark.parametrize("matched", [False, True])
+def test_inject_poisons_a_block_with_a_nan_alone(matched):
+    x = gaussian(4, 128, seed=10)
+    x[1, 5], x[3, 64] = math.nan, math.inf
+    expected = torch.zeros(4, 128, dtype=torch.bool)
+    expected[1, :32] = expected[3, 64:96] = True
+    out = inject(x, {"scale"}, energy_matched=matched, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(out.isnan(), expected) and not out.isinf().any()
+    assert_same(inject(x, (), energy_matched=matched), x)
+
+
+@pytest.mark.parametrize("text", ["mxfp4", "mxfp4:floor", "mxfp4+mbs+of", "nvfp4"])
+def test_float64_components_are_rounded_and_all_of_them_are_the_quantizer(text):
+    x = torch.randn(64, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    d = decompose(x, text)
+    torch.testing.assert_close(x + d.scale + d.deadzone + d.grid, fake_quantize(x, text), rtol=0, atol=2**-50)
+    assert_same(inject(x, {"scale", "deadzone", "grid"}, recipe=text), fake_quantize(x, text))
+
+
+def test_a_clamped_float64_scale_guarantees_nothing():
+    x = torch.zeros(2, 32, dtype=torch.float64)
+    x[0, :2] = torch.tensor([2.0**200, 2.0**190], dtype=torch.float64)
+    d = decompose(x)
+    assert d.stats.dot_scale_deadzone != 0 and not d.orthogonal
+    assert_same(inject(x, {"scale", "deadzone", "grid"}), fake_quantize(x))
+    assert decompose(x[1:]).orthogonal and decompose(x.float().nan_to_num(0)[1:]).orthogonal
+
+
+def test_errors_say_whose_they_are():
+    for function in (decompose, error_stats, inject):
+        with pytest.raises(ValueError, match=f"^{function.__name__}: a 0-d tensor"):
+            function(torch.tensor(1.0))
+        with pytest.raises(RecipeError, match="None is no text"):
+            function(gaussian(2, 32), recipe=None)
+    with pytest.raises(TypeError, match="the quantizer gave a NoneType"):
+        decompose(gaussian(2, 32), lambda x: None)
+    with pytest.raises(TypeError, match="format='mxfp4'; possible: MXFP4"):
+        decompose(gaussian(2, 32), lambda x: x, format="mxfp4")
 
 
 def test_inject_errors():

@@ -6,7 +6,7 @@ from itertools import chain, combinations
 
 import pytest
 import torch
-from fused_cases import DTYPES, IDS, MAIN, MX, NV, WIDTHS, inputs, layouts, ordinary, tensor_scale
+from fused_cases import DTYPES, IDS, MAIN, MX, NV, WIDTHS, inputs, layouts, near_the_largest, ordinary, tensor_scale
 from oracles.bits import assert_same
 
 from mxrl import Recipe
@@ -31,6 +31,16 @@ def test_equals_the_reference(text, dtype):
     for name, x, scale in inputs(dtype, recipe):
         for chosen in SUBSETS if text in MAIN else (("scale",), ("deadzone", "grid")):
             assert_same(*both(x, recipe, chosen, scale), f"{text} {name} {chosen}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=IDS)
+@pytest.mark.parametrize("text", ["mxfp4+of:1", "nvfp4", "nvfp4:4over6", "mxfp4+mbs:search16+of:1"])
+def test_a_finite_input_gives_no_inf(text, dtype):
+    x, recipe = near_the_largest(dtype), Recipe.parse(text)
+    for chosen in SUBSETS:
+        got, want = both(x, recipe, chosen, tensor_scale(x, recipe))
+        assert_same(got, want, f"{text} {chosen}")
+        assert got.isfinite().all(), chosen
 
 
 @pytest.mark.parametrize("text", MAIN)

@@ -14,7 +14,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from fused_cases import tensor_scale  # noqa: E402
+from fused_cases import near_the_largest, tensor_scale  # noqa: E402
 from oracles.bits import assert_same  # noqa: E402
 from triton_cases import CUDA, DEVICE, DTYPES, edge_rows, on_device  # noqa: E402
 
@@ -55,6 +55,12 @@ def test_edge_cases(text: str, dtype: torch.dtype) -> None:
     slow = "search" in text or "joint" in text
     subsets = [SUBSETS[-1], SUBSETS[1]] if slow else SUBSETS if text == "mxfp4" else SUBSETS[1:-1:2]
     check(edge_rows(dtype), text, subsets)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("text", ["mxfp4+of:1", "nvfp4:4over6"])
+def test_saturates(text: str, dtype: torch.dtype) -> None:
+    check(near_the_largest(dtype), text, [frozenset({"scale"}), frozenset({"scale", "deadzone"})])
 
 
 def test_strides_and_ragged_rows() -> None:

@@ -109,6 +109,15 @@ def test_each_way_out_of_the_ordinary_range(text: str) -> None:
         check(residual.to(dtype), text)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("text", ["mxfp4+mbs", "mxfp4:even+mbs+of"])
+def test_tiles_of_one_binade(text: str, dtype: torch.dtype) -> None:
+    """At both ends of the ordinary range: a tile with anything else in it would be done the other way."""
+    unit = torch.rand(32, 128, generator=torch.Generator().manual_seed(4)) * 0.998 + 1
+    for exponent in (-102, -101, -100, -99, *range(121, 128)):
+        check((unit * 2.0**exponent).to(dtype).clamp(max=torch.finfo(dtype).max), text)
+
+
 @pytest.mark.parametrize("text", SEARCHED)
 def test_searches(text: str) -> None:
     for dtype in DTYPES if text == "mxfp4+mbs:search16" else (torch.bfloat16,):  # slow, interpreted or compiled

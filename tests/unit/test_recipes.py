@@ -66,7 +66,7 @@ def test_pack_saved():
 
 
 unit = st.floats(0, 1)
-positive = st.floats(1e-6, 10)
+positive = st.floats(1e-6, 1e30)  # printed with an exponent, of either sign
 
 
 @st.composite
@@ -130,6 +130,8 @@ def test_every_recipe_round_trips(recipe):
         ("mxfp4+macro=100", r"multiple of 32"),
         ("mxfp4+macro=0", r"multiple of 32"),
         ("mxfp4+macro=x", r"whole number"),
+        ("mxfp4+mbs+macro=1000000000000", r"from 32 to 1048576"),
+        ("mxfp4+skip=a,,b", r"skip pattern '' is empty"),
         ("mxfp4+backward=both", r"both.*quantized, master"),
         ("mxfp4+quantize_grad=yes", r"yes.*True, False"),
         ("mxfp4+bakward=master", r"did you mean 'backward'"),
@@ -163,6 +165,16 @@ def test_errors_of_the_constructor():
         dict(rule="x"),
         dict(base="nvfp4", rule="", of=0.5),
         dict(macro=33),
+        dict(macro="128"),
+        dict(of="0.5"),
+        dict(aqn=0.1),
+        dict(aqn=(1.0,)),
+        dict(aqn=("1", "2")),
+        dict(quantize_grad="yes"),
+        dict(skip="*.down_proj"),
+        dict(skip=("a+b",)),
+        dict(skip=("a,b",)),
+        dict(skip=("a ",)),
         dict(of=-0.1),
     ):
         with pytest.raises(RecipeError):

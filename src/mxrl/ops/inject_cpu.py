@@ -1,6 +1,7 @@
 """Component injection in one pass over the tensor, on the CPU (numba); equal to ops/inject.py bit for bit.
 
-x + (e_scale + e_dz + e_grid)      in float64, eight lanes at a time, in this order; rounded to float32, then x's dtype
+x + (e_scale + e_dz + e_grid)      in float64, eight lanes at a time, in this order; rounded to float32, saturated to
+                                   x's dtype and rounded to it
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from mxrl.ops.lane_functions_cpu import (
     concat,
     floats,
     magnitude,
+    maximum,
+    minimum,
     quarter_0,
     quarter_1,
     quarter_2,
@@ -56,7 +59,7 @@ def inject_rows(
     x, xa, xb, out, oa, ob, b, k, begin, end, dtype, spec, nv, searched, tensor_scale, memory, scale, deadzone, grid
 ):
     room = room_in(memory, spec.group)
-    tensor_scale = F(tensor_scale)
+    tensor_scale, largest = F(tensor_scale), F(spec.largest)
     size = size_of(dtype)
     for r in range(begin, end):
         source = x + (r // b) * xa + (r % b) * xb
@@ -75,6 +78,7 @@ def inject_rows(
                 y3 = _injected(quarter_3(v), quarter_3(q), quarter_3(ideal), quarter_3(inside), scale, deadzone, grid)
                 low, high = concat(y0, y1), concat(y2, y3)
                 if scale or deadzone or grid:  # a poisoned block has no components
+                    low, high = maximum(minimum(low, largest), -largest), maximum(minimum(high, largest), -largest)
                     low = low if read_int(room.maxima, 2 * i) < INF else splat(floats(NAN_BITS), low)
                     high = high if read_int(room.maxima, 2 * i + 1) < INF else splat(floats(NAN_BITS), high)
                 y = concat(low, high)

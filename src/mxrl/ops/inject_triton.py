@@ -2,7 +2,7 @@
 
     result = x + (e_scale + e_dz + e_grid, the chosen ones in this order)      float64; all three give C(x) exactly
 
-A zero keeps x's sign; a poisoned block comes out NaN (with nothing chosen, as it is).
+It saturates at x's dtype. A zero keeps x's sign; a poisoned block comes out NaN (with nothing chosen, as it is).
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -69,6 +69,7 @@ def _inject_kernel(
         error += tl.where(inside, 0.0, rest)
     result = (exact + error).to(tl.float32)
     if SCALE or DEADZONE or GRID:
+        result = tl.minimum(tl.maximum(result, -LARGEST), LARGEST)
         result = tl.where(bad[:, :, None], float("nan"), result)
     rounded = round_once(as_float(as_bits(result) ^ sign), out.dtype.element_ty)
     store_tile(out, a * out_a + b * out_b + column * out_k, column, valid, K, out_k, rounded, MASK)

@@ -161,7 +161,7 @@ def _has_swift_values(rule, mbs):
 @triton.jit
 def _swift_pass(x, m, RULE: tl.constexpr, NARROW: tl.constexpr):
     """An aligned MBS pass in the ordinary range: grid values, signed like x, and q = s · fl(1 / p) [M, G]."""
-    m = tl.minimum(m, 0x7E000000)  # whatever is not ordinary must not overflow the integers
+    m = tl.minimum(m, 0x7E800000)  # 2^126: whatever is not ordinary must not overflow the integers
     p, inverse_p = mbs_factors(align_mantissa(tl.max(m, axis=1)))
     p, inverse_p = p[:, None], inverse_p[:, None]
     m = as_bits(as_float(m) * p)
