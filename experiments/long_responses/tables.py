@@ -213,6 +213,22 @@ def came_from(infos: Sequence[Row]) -> str:
     return "; ".join([*told, f"commit {', '.join(sorted(commits)) or 'unknown'}"])
 
 
+def lengths(rows: Sequence[Row]) -> str:
+    """How long right answers are at each length, beside the sweep's settings for it."""
+    if not rows:
+        return NOT_RUN
+    first = rows[0]
+    body = [
+        [row["length"], str(row["numbers"]), f"{row['mean']:.0f} ({row['least']}–{row['most']})", str(row["room"]),
+         str(row["longer"]), str(row["steps"]), f"{row['prompts']} × {row['samples']}",
+         ", ".join(map(str, row["seeds"]))]
+        for row in rows
+    ]  # fmt: skip
+    head = ["", "numbers", f"tokens of a rewritten answer: mean (least–most of {first['problems']:,})",
+            "new tokens at most", "answers longer than that", "steps", "prompts × samples", "seeds"]  # fmt: skip
+    return f"{table(head, body)}\n{came_from([row['provenance'] for row in rows])}; seed {first['seed']}.\n"
+
+
 def about(rows: Sequence[Row], runs: Runs) -> str:
     """Devices, versions, commits and dates of what the results hold, and the runs that did not reach their end."""
     if not (rows or runs):
@@ -275,6 +291,7 @@ def blocks(folder: Path = RESULTS) -> dict[str, str]:
     """The page's generated parts, by the name of their markers."""
     rows, runs, steps = read_rows(folder, "policy"), by_name(read_rows(folder, "runs")), read_rows(folder, "steps")
     return {
+        "lengths": lengths(read_rows(folder, "lengths")),
         "about": about(rows, runs),
         "claims": claims(runs),
         "policy": policy(rows),

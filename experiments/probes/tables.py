@@ -92,15 +92,16 @@ def interval(row: Row | None, show: Format) -> str:
 
 
 def about(models: list[Model]) -> str:
-    """Device, versions and commits; more than one is said."""
+    """Device, versions, seed and commits; more than one is said."""
     data = [m.data for m in models]
     versions = {", ".join(f"{k} {v}" for k, v in d["versions"].items()) for d in data}
     devices = sorted({f"{d['device']}, {d['machine']}" for d in data})
     found = {commit for d in data for commit in d["commit"].split(", ")}  # a joined page may have several
     commits = sorted(c[:7] + ("+dirty" if c.endswith("+dirty") else "") for c in found)
     days = sorted({d["created"][:10] for d in data})
+    seeds = sorted({d["settings"]["seed"] for d in data})
     return (
-        f"{'; '.join(devices)}; {'; '.join(sorted(versions))}; {', '.join(days)}. "
+        f"{'; '.join(devices)}; {'; '.join(sorted(versions))}; seed {', '.join(map(str, seeds))}; {', '.join(days)}. "
         f"The files say commit {', '.join(commits)}."
     )
 

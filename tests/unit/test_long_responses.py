@@ -318,6 +318,16 @@ def test_where_results_come_from_hides_no_uncommitted_change(tables):
     assert tables.about([row], {}) == "The policy: H200; torch 2; 2026-11-30; commit 0123456789ab; seed 3.\n"
 
 
+def test_lengths_are_of_whole_answers_with_their_end():
+    lengths = load_script(HERE / "lengths.py")
+    options = {"task_options": {"numbers": [3, 3], "digits": [1, 1], "ops": "+"}, "max_new_tokens": 9,
+               "steps": 2, "prompts_per_step": 4}  # fmt: skip
+    row = lengths.measured({"name": "tiny/bf16", "options": options, "seeds": [0]}, 8, 100, 0)
+    # "9+9;18#18" at most: the first line is a sum and an operand, the second a sum, which the answer repeats
+    assert (row["length"], row["numbers"], row["least"], row["most"]) == ("tiny", 3, len("2+1;3#3") + 1, 11)
+    assert 8 < row["mean"] < 11 and 0 < row["longer"] < 100
+
+
 def test_nothing_run_is_said(tables, tmp_path):
     assert set(tables.blocks(tmp_path).values()) == {tables.NOT_RUN}
 
