@@ -40,8 +40,9 @@ def experts_forward(
 ) -> Tensor:
     """A layer of experts as it trains (nn/experts.py), without gradients: [T, K] in x's dtype.
 
-    w13 [E, 2I, K] (gate first) and w2 [E, K, I], in x's dtype; gates [T, A] of any float dtype, rounded to x's as
-    training has them; index [T, A] integers below E. activation: [S, 2I] -> [S, I].
+    w13 [E, 2I, K] (gate first) and w2 [E, K, I], in x's dtype; gates [T, A] of any float dtype, rounded to x's, as the
+    routers of Qwen3-MoE and OLMoE give them to training. Mixtral's gives float32 gates: where x has 16 bits, training's
+    bits are others. index [T, A] integers below E. activation: [S, 2I] -> [S, I].
     """
     tokens, active = index_TA.shape
     where = route(index_TA.long(), w13.shape[0])
