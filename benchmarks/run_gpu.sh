@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and benchmarks on a machine with a CUDA GPU, at most nine minutes in all; results go to $OUT (default ./out/gpu).
+# Tests and benchmarks on a machine with a CUDA GPU, about ten minutes at most; results go to $OUT (default ./out/gpu).
 #
 #   bash benchmarks/run_gpu.sh [tests] [kernels] [train] [rollout] [counters]      default: the first four, in this order
 #   bash benchmarks/run_gpu.sh rank_tests ranks scan analyze                       on a host with two GPUs
