@@ -1,4 +1,5 @@
-"""The numerics of the plugin, in plain torch and without vLLM: those of `mxrl.nn`'s layers, bit for bit.
+"""The numerics of the plugin, in plain torch and without vLLM: those of `mxrl.nn`'s layers, bit for bit
+(of experts where the router's gates have the activations' dtype; see `experts_forward`).
 
 Under torch.compile `fake_quantize` is one operator (`mxrl::fake_quantize`); inside vLLM's own operators, which are
 opaque to the compiler, and while a CUDA graph is captured it is called as it is. Triton serves it on CUDA. Rows don't
