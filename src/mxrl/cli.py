@@ -303,7 +303,7 @@ def train(
         from mxrl.report.summary import to_json
 
         print(to_json(summary, indent=1))
-    elif summary["accuracy_before"] is not None:
+    elif None not in (summary["accuracy_before"], summary["accuracy_after"]):
         print(f"greedy accuracy {summary['accuracy_before']:.4f} → {summary['accuracy_after']:.4f}; see {run.out}")
     if summary["status"] == "interrupted":
         raise Stopped("", 130)  # the run has said so, and how to go on

@@ -130,8 +130,9 @@ def test_a_run_that_diverges_says_so_and_keeps_the_reason(policy, tmp_path, monk
 
     acting(monkeypatch, 3, poison)
     with pytest.raises(NonFiniteError, match=f"^step 3: the loss is nan; .*{said}$"):
-        train(config(policy, tmp_path, eval_problems=0, **options))
+        train(config(policy, tmp_path, eval_every=0, **options))
     summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["accuracy_before"] is not None and summary["accuracy_after"] is None is summary["accuracy_gain"]
     assert summary["status"] == "diverged" and summary["reason"] == "step 3: the loss is nan"
     assert summary["kept"] == kept and (kept is None or (tmp_path / kept / "model.safetensors").is_file())
 

@@ -73,9 +73,10 @@ def test_a_wrong_call_of_train(runs: Runs, words: list[str], part: str, capsys: 
 
 
 def test_an_interrupted_run_ends_with_130_and_no_further_word(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    runs.summary = {"status": "interrupted", "accuracy_before": None, "accuracy_after": None}
-    assert main(["train"]) == 130
-    assert capsys.readouterr() == ("", "")
+    for before in (None, 0.25):  # evaluated before the first step, and not since: there is no "after" to show
+        runs.summary = {"status": "interrupted", "accuracy_before": before, "accuracy_after": None}
+        assert main(["train"]) == 130
+        assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def summarize(config: TrainConfig, out: Path, status: str, *, step: int, pinned:
         values = [row[name] for row in last if row.get(name) is not None]
         return sum(values) / len(values) if values else None
 
-    first, last_eval = (evals[0], evals[-1]) if evals else ({}, {})
+    first, last_eval = (evals[0] if evals else {}), (evals[-1] if len(evals) > 1 else {})  # one is of before alone
     before, after = first.get("accuracy"), last_eval.get("accuracy")
 
     def sampled(row: dict[str, Any]) -> float | None:
@@ -104,7 +104,7 @@ def summarize(config: TrainConfig, out: Path, status: str, *, step: int, pinned:
         "accuracy_after": after,
         "accuracy_gain": None if before is None or after is None else after - before,
         "sampled_before": sampled(first),
-        "sampled_after": sampled(last_eval) if last_eval is not first else None,
+        "sampled_after": sampled(last_eval),
         "eval_problems": config.eval_problems,
         "last_10": {name: mean(name) for name in names},
         "seconds": sum(row.get("time/step") or 0.0 for row in rows),
