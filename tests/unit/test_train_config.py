@@ -41,6 +41,25 @@ def test_what_it_writes_it_reads(tmp_path):
         ({"save_model": "perhaps"}, "save_model='perhaps' must be true or false"),
         ({"steps": 0}, "steps=0 must be positive"),
         ({"lr": float("nan")}, "lr=nan must be positive"),
+        ({"lr": "inf"}, "lr=inf must be positive and finite"),
+        ({"lr": "1e400"}, "lr=inf must be positive and finite"),
+        ({"tis_cap": "inf"}, "tis_cap=inf must be positive and finite"),
+        ({"clip": "-1"}, r"clip=-1\.0 must be 0 or more, and finite"),
+        ({"clip": "nan"}, "clip=nan must be 0 or more"),
+        ({"clip": "inf"}, "clip=inf must be 0 or more"),
+        ({"clip_high": -5}, r"clip_high=-5\.0 must be 0 or more"),
+        ({"weight_decay": "-1"}, r"weight_decay=-1\.0 must be 0 or more"),
+        ({"weight_decay": "nan"}, "weight_decay=nan must be 0 or more"),
+        ({"max_grad_norm": "nan"}, r"max_grad_norm=nan must be 0 \(no clipping\) or more"),
+        ({"beta2": 2}, r"beta2=2\.0 must be in \[0, 1\)"),
+        ({"beta2": "nan"}, r"beta2=nan must be in \[0, 1\)"),
+        ({"temperature": "inf"}, r"temperature=inf must be in 0\.001 … 1000"),
+        ({"temperature": "1e-300"}, r"temperature=1e-300 must be in 0\.001 … 1000"),
+        ({"seed": -1}, "seed=-1 must be in 0 … 4294967295"),
+        ({"seed": 2**32}, "seed=4294967296 must be in 0"),
+        ({"eval_seed": -1}, "eval_seed=-1 must be in 0"),
+        ({"recipe": 5}, "recipe=5 must be text"),
+        ({"out": ""}, "out='' is empty; leave it out for 'runs/train'"),
         ({"eval_every": -1}, "eval_every=-1 must not be negative"),
         ({"eval_samples": -1}, "eval_samples=-1 must not be negative"),
         ({"lora_rank": -4}, "lora_rank=-4 must not be negative"),
@@ -58,6 +77,11 @@ def test_one_clear_line(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         TrainConfig.from_options(**options)
     assert "\n" not in str(error.value)
+
+
+def test_the_ends_of_what_is_possible():
+    config = TrainConfig(clip=0, clip_high=0, max_grad_norm=0, weight_decay=0, beta2=0, seed=2**32 - 1)
+    assert config.seed == 4294967295 and TrainConfig(temperature=1e-3).temperature == 1e-3
 
 
 def test_a_recipe_that_can_not_be(tmp_path):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,20 +84,16 @@ class TrainConfig:
     save_model: bool = True  # the trained policy, as a Hugging Face folder
 
     def __post_init__(self) -> None:
-        Recipe.parse(self.recipe)
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _typed(f.name, getattr(self, f.name)))
-        positive = ("steps", "prompts_per_step", "temperature", "rollout_batch", "updates_per_rollout", "iterations",
-                    "lr", "micro_batch", "max_new_tokens", "eval_batch", "tis_cap", "lora_alpha")  # fmt: skip
-        for name in positive:
+        Recipe.parse(self.recipe)
+        for name, (possible, words) in NUMBERS.items():
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value} must be positive")
-        not_negative = ("eval_every", "eval_problems", "eval_samples", "monitor_every", "save_every", "warmup",
-                        "max_grad_norm", "lora_rank")  # fmt: skip
-        for name in not_negative:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
+            if value is not None and not (possible(value) and value < math.inf):
+                raise ConfigError(f"{name}={value} must {words}")
+        for name in ("model", "task", "out"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name}='' is empty; leave it out for '{getattr(TrainConfig, name)}'")
         if self.lora_alpha is not None and not self.lora_rank:
             raise ConfigError(
                 f"lora_alpha={self.lora_alpha:g} needs lora_rank: with rank 0 there is no adapter to scale"
@@ -164,6 +162,27 @@ class TrainConfig:
         return cls(**values)
 
 
+_POSITIVE = (lambda value: value > 0, "be positive")
+_NOT_NEGATIVE = (lambda value: value >= 0, "not be negative")
+_SEED = (lambda value: 0 <= value < 2**32, "be in 0 … 4294967295")  # NumPy's seeds, which transformers sets
+# which values an option may have, and how that is said; none may be infinite (and NaN is in no range)
+NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    **dict.fromkeys(
+        ("steps", "prompts_per_step", "rollout_batch", "updates_per_rollout", "iterations", "micro_batch",
+         "max_new_tokens", "eval_batch"), _POSITIVE,
+    ),
+    **dict.fromkeys(
+        ("eval_every", "eval_problems", "eval_samples", "monitor_every", "save_every", "warmup", "lora_rank"),
+        _NOT_NEGATIVE,
+    ),
+    **dict.fromkeys(("lr", "tis_cap", "lora_alpha"), (_POSITIVE[0], "be positive and finite")),
+    **dict.fromkeys(("clip", "clip_high", "weight_decay"), (_NOT_NEGATIVE[0], "be 0 or more, and finite")),
+    "max_grad_norm": (_NOT_NEGATIVE[0], "be 0 (no clipping) or more, and finite"),
+    "beta2": (lambda value: 0 <= value < 1, "be in [0, 1)"),
+    "temperature": (lambda value: 1e-3 <= value <= 1e3, "be in 0.001 … 1000"),  # logits divided by it stay finite
+    "seed": _SEED,
+    "eval_seed": _SEED,
+}  # fmt: skip
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "precision": ("auto", "bf16", "fp32"),
