@@ -89,12 +89,45 @@ def test_a_recipe_that_can_not_be(tmp_path):
         TrainConfig.from_options(recipe="fp5")
 
 
-@pytest.mark.parametrize("text, message", [("- a\n", "option: value"), ("a: [1\n", "not YAML"), ("lrr: 1\n", "lrr")])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b"- a\n", "expected lines of 'option: value'"),
+        (b"steps: [\n", r"run.yaml, line 2: not YAML \(expected the node content, but found '<stream end>'\)"),
+        (b"steps: 3\n\tlr: 4\n", "line 2: not YAML .*'.t' that cannot start any token"),
+        (b"---\nsteps: 3\n---\nlr: 1\n", "line 3: not YAML .*another document"),
+        (b"lr: !!python/name:os.system\n", "line 1: not YAML .*could not determine a constructor"),
+        (b"? [1, 2]\n: 3\n", "line 1: not YAML .*unhashable key"),
+        (b"\xff\xfe\x00bad", "not a text file"),
+        (b"\x00\x01", "not a text file"),
+        (b"[" * 3000, "nested too deeply"),
+        (b"lrr: 1\n", r"unknown option 'lrr' \(did you mean 'lr'\?\)"),
+        (b"1: 3\n", "unknown option 1; possible: "),
+        (b"null: 3\n", "unknown option None; possible: "),
+        (b"recipe: null\n", "recipe=None must be text"),
+        (b"recipe: [mxfp4]\n", r"recipe=\['mxfp4'\] must be text"),
+        (b"recipe: mxfp9\n", "recipe 'mxfp9': unknown base"),
+        (b"steps: -3\n", "steps=-3 must be positive"),
+        (b"steps: 2026-13-45\n", "steps='2026-13-45' must be a whole number"),
+        (b"steps: !!int x\n", "can't make of its text"),
+    ],
+)
 def test_a_file_that_says_nothing_useful(tmp_path, text, message):
-    path = write(tmp_path, text)
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text)
     with pytest.raises(ConfigError, match=message) as error:
         TrainConfig.from_options(path)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+def test_what_an_option_has_wrong_is_not_the_files(tmp_path):
+    path = write(tmp_path, "steps: 3\n")
+    with pytest.raises(ConfigError, match=r"^lr=-1\.0 must"):
+        TrainConfig.from_options(path, lr="-1")
+    with pytest.raises(RecipeError, match=r"^recipe 'fp5'"):
+        TrainConfig.from_options(path, recipe="fp5")
+    assert TrainConfig.from_options(write(tmp_path, "steps: -3\n"), steps=3).steps == 3
+    assert TrainConfig.from_options(write(tmp_path, "out: 2026-01-31\n")).out == "2026-01-31"
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from mxrl.recipes import Recipe
+from mxrl.recipes import Recipe, RecipeError
 
 CONFIG, METRICS, EVALS, SUMMARY = "config.yaml", "metrics.jsonl", "evals.jsonl", "summary.json"  # of a run's folder
 
@@ -153,13 +153,29 @@ class TrainConfig:
         """
         values = _read(config) if config is not None else {}
         values.pop("run", None)
-        values.update({name: value for name, value in options.items() if value is not None})
+        options = {name: value for name, value in options.items() if value is not None}
+        values.update(options)
         known = [f.name for f in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
                 where = f"{config}: " if config is not None and name not in options else ""
-                raise ConfigError(f"{where}unknown option '{name}'{_near(name, known)}; possible: {', '.join(known)}")
-        return cls(**values)
+                near = _near(str(name), known)
+                raise ConfigError(f"{where}unknown option {name!r}{near}; possible: {', '.join(known)}")
+        try:
+            return cls(**values)
+        except (ConfigError, RecipeError) as error:
+            if config is None or _refusal(options) == str(error):  # said without the file as well
+                raise
+            raise ConfigError(f"{config}: {error}") from None
+
+
+def _refusal(options: dict[str, Any]) -> str:
+    """Why there is no configuration of these options; empty where there is."""
+    try:
+        TrainConfig(**options)
+    except (ConfigError, RecipeError) as error:
+        return str(error)
+    return ""
 
 
 _POSITIVE = (lambda value: value > 0, "be positive")
@@ -197,14 +213,30 @@ def _near(value: str, options: typing.Iterable[str]) -> str:
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without dates: `out: 2026-01-31` is text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def _read(path: str | Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: can't be read ({error.strerror})") from None
-    except yaml.YAMLError as error:
-        line = str(error).splitlines()[-1].strip()
-        raise ConfigError(f"{path}: not YAML ({line})") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: not YAML ({error.problem or error.context})") from None
+    except (UnicodeDecodeError, yaml.YAMLError):  # a character that YAML doesn't have, otherwise
+        raise ConfigError(f"{path}: not a text file; expected lines of 'option: value'") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply; expected lines of 'option: value'") from None
+    except (ValueError, LookupError, AttributeError) as error:  # from a tag: !!int x, !!bool x, !!timestamp x
+        raise ConfigError(f"{path}: holds a value that YAML can't make of its text ({error})") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected lines of 'option: value'")
     return values
@@ -222,7 +254,7 @@ def _typed(name: str, value: Any) -> Any:
         try:
             value = yaml.safe_load(value)
             value = float(value) if kind is float else value
-        except (yaml.YAMLError, ValueError, TypeError):
+        except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError):
             value = original
         if value is None and type(None) in kinds:
             return None
