@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 
 import pytest
@@ -185,6 +187,58 @@ def test_a_folder_of_another_run_is_refused_and_can_be_replaced(policy, tmp_path
     train(config(policy, tmp_path, lr=2e-3, **options), resume="never")
     assert numbers(tmp_path)[0][0]["learning_rate"] == 2e-3 != first[0][0]["learning_rate"]
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.fixture(scope="module")
+def stopped(policy, tmp_path_factory):
+    """A run's folder with two checkpoints and no end."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    train(config(policy, folder, save_every=1, steps=2, save_model=False))
+    (folder / "summary.json").unlink()
+    return folder
+
+
+LAST = "checkpoints/checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    "name, damage, says",
+    [
+        ("metrics.jsonl", lambda path: path.write_text("{bad\n"), "line 1: not a line that a run writes: remove it"),
+        ("metrics.jsonl", lambda path: path.write_text("[]\n"), "line 1: not a line that a run writes: remove it"),
+        ("evals.jsonl", lambda path: path.write_bytes(b"\xff\n"), "line 1: not a line that a run writes: remove it"),
+        ("summary.json", lambda path: path.write_text("{"), "not what a run writes at its end: remove it"),
+        ("summary.json", lambda path: path.write_text("{}"), "not what a run writes at its end: remove it"),
+        ("config.yaml", lambda path: path.write_text("steps: x\n"), "steps='x' must be a whole number"),
+        ("config.yaml", lambda path: path.write_text("steps: [\n"), "line 2: not YAML"),
+        (f"{LAST}/optimizer.pt", cut, "damaged; remove .*checkpoint-2 to go on from checkpoint-1"),
+        (f"{LAST}/model.safetensors", cut, "damaged; remove .*checkpoint-2 to go on from checkpoint-1"),
+        (f"{LAST}/trainer_state.json", lambda path: path.write_text(""), "damaged; remove .*checkpoint-2 to go on"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(stopped, policy, tmp_path, capsys, name, damage, says):
+    out = tmp_path / "run"
+    shutil.copytree(stopped, out)
+    damage(out / name)
+    settings = [f"--{k}={v}" for k, v in config(policy, out, save_every=1, steps=2, save_model=False).to_dict().items()
+                if v not in (None, {})]  # fmt: skip
+    assert cli.main(["train", *settings]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"mxrl: {out / name}") and line.endswith("--resume never starts over")
+    assert re.search(says, line) and "bug" not in line
+
+
+def test_a_damaged_folder_can_be_started_over(stopped, policy, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(stopped, out)
+    for name in ("metrics.jsonl", "summary.json", "config.yaml", f"{LAST}/optimizer.pt"):
+        (out / name).write_text("{")
+    options = {"save_every": 1, "steps": 2, "save_model": False}
+    assert train(config(policy, out, **options), resume="never")["status"] == "done"
 
 
 def test_the_first_and_last_evaluation_also_sample(policy, tmp_path):

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
 from mxrl.integrations.trl_shards import complete_checkpoints, remove_incomplete
 from mxrl.report.files import write_atomically
 from mxrl.rl.config import CONFIG, EVALS, METRICS, SUMMARY, ConfigError, TrainConfig
+from mxrl.rl.policy import broken_weights
 
 CHECKPOINTS = "checkpoints"
 # when a run is resumed
 MAY_DIFFER = ("save_every", "save_model", "stop_collapsed", "eval_batch", "reshard", "deterministic")
 
 Row = dict[str, Any]
+START_OVER = "--resume never starts over"
+
+
+class DamagedError(ValueError):
+    """A file of a run's folder that can't be read back: one line that names it and what would work."""
 
 
 def open_run(out: Path, config: TrainConfig, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
     """Prepare the folder: the checkpoint to go on from, or None, and the summary of a run that has ended, or None.
 
-    Refuses a folder that holds another run.
+    Refuses a folder that holds another run. Raises DamagedError.
     """
     former = out / CONFIG
     if resume == "never" and former.is_file():
@@ -32,7 +39,10 @@ def open_run(out: Path, config: TrainConfig, resume: str) -> tuple[Path | None, 
     out.mkdir(parents=True, exist_ok=True)
     if not former.is_file():
         return None, None
-    theirs = TrainConfig.from_options(former).to_dict()
+    try:
+        theirs = TrainConfig.from_options(former).to_dict()
+    except ConfigError as error:
+        raise DamagedError(f"{error}; {START_OVER}") from None
     for name, value in config.to_dict().items():
         if theirs[name] != value and name not in (*MAY_DIFFER, "out"):
             raise ConfigError(
@@ -41,11 +51,39 @@ def open_run(out: Path, config: TrainConfig, resume: str) -> tuple[Path | None, 
     remove_incomplete(out / CHECKPOINTS)
     found, ended, summary = complete_checkpoints(out / CHECKPOINTS), None, out / SUMMARY
     if summary.is_file():
-        ended = json.loads(summary.read_text())
+        ended = _read_summary(summary)
         if ended["status"] == "collapsed" and not config.stop_collapsed:  # asked to go on all the same
             summary.unlink()
             ended = None
+    if found and ended is None:
+        _check(found)
     return found[-1] if found else None, ended
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    needed = {"status", "accuracy_before", "accuracy_after"}
+    if isinstance(found, dict) and needed <= found.keys() and (found["status"] == "done" or "reason" in found):
+        return found
+    raise DamagedError(f"{path} is not what a run writes at its end: remove it to go on, or {START_OVER}")
+
+
+def _check(found: list[Path]) -> None:
+    """Raises DamagedError where a file of the last checkpoint was cut; reads no more than their headers."""
+    broken = broken_weights(found[-1])
+    for path in sorted(found[-1].iterdir()):
+        try:
+            whole = path.suffix not in (".pt", ".pth", ".bin") or zipfile.is_zipfile(path)  # as torch.save writes them
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
+        except ValueError:
+            whole = False
+        if not whole or path in broken:
+            former = f"remove {found[-1]} to go on from {found[-2].name}, or " if found[1:] else ""
+            raise DamagedError(f"{path} is damaged; {former}{START_OVER}")
 
 
 def advice(out: Path) -> str:
@@ -62,18 +100,29 @@ def cut(out: Path, step: int) -> tuple[list[Row], list[Row]]:
     for name in (METRICS, EVALS):
         path = out / name
         if path.is_file():
-            kept = []
-            for line in path.read_text().splitlines(keepends=True):
-                if line.endswith("\n") and json.loads(line)["step"] <= step:
-                    kept.append(line)
+            whole = path.read_text(errors="replace").splitlines(keepends=True) if step >= 0 else []
+            whole = [line for line in whole if line.endswith("\n")]
+            kept = [line for i, line in enumerate(whole) if _row(path, i, line)["step"] <= step]
             write_atomically(path, "".join(kept))
     return read_rows(out / METRICS), read_rows(out / EVALS)
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a run's metrics.jsonl or evals.jsonl; empty when there is none."""
+    """The rows of a run's metrics.jsonl or evals.jsonl; empty when there is none. Raises DamagedError."""
     path = Path(path)
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return [_row(path, i, line) for i, line in enumerate(lines)]
+
+
+def _row(path: Path, index: int, line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        where = f"{path}, line {index + 1}"
+        raise DamagedError(f"{where}: not a line that a run writes: remove it to go on, or {START_OVER}")
+    return row
 
 
 def summarize(config: TrainConfig, out: Path, status: str, *, step: int, pinned: dict[str, Any]) -> Row:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from mxrl.rl.chain import ALPHABET
@@ -147,6 +148,18 @@ def load_model(name: str, *, dtype: torch.dtype | str = "auto") -> tuple[Any, An
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"model '{name}': can't be loaded as a causal language model ({reason})") from error
     return model.eval(), tokenizer
+
+
+def broken_weights(folder: str | Path) -> list[Path]:
+    """The .safetensors files of a folder that can't be read (cut, or something else); reads their headers only."""
+    broken = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            broken.append(path)
+    return broken
 
 
 def load_policy(kind: str = "dense", *, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
