@@ -17,9 +17,11 @@ from mxrl.rl.evaluate import decode, evaluate, paired_interval, prompt_ids
 from mxrl.rl.policy import (
     SIZES,
     PolicyError,
+    broken_weights,
     build_policy,
     char_tokenizer,
     load_folder,
+    load_model,
     load_policy,
     resolve_model,
     save_policy,
@@ -136,6 +138,19 @@ def test_names_resolve_to_shipped_folders(tmp_path, monkeypatch, tokenizer):
     assert resolve_model("policy:dense") == str(tmp_path / "dense")
     model, own = load_policy("dense", dtype=torch.float32)
     assert model.dtype == torch.float32 and not model.training and len(own) == 19
+
+
+@pytest.mark.parametrize("size", ["1GB", "200KB"])
+def test_a_cut_file_of_weights_is_named(tmp_path, tokenizer, size):
+    model = build_policy("dense", size="tiny")
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    tokenizer.save_pretrained(tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert load_model(str(tmp_path)) and len(files) == (1 if size == "1GB" else 2)
+    files[-1].write_bytes(files[-1].read_bytes()[:-100])
+    with pytest.raises(PolicyError, match=rf"^{files[-1]} is cut or damaged \(.*\); copy or download it again$"):
+        load_model(str(tmp_path))
+    assert broken_weights(tmp_path) == files[-1:]
 
 
 def test_the_shipped_policies_load():

@@ -144,6 +144,9 @@ def load_model(name: str, *, dtype: torch.dtype | str = "auto") -> tuple[Any, An
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, padding_side="left")
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
+    except SafetensorError as error:
+        broken = (broken_weights(where) or [name])[0]
+        raise PolicyError(f"{broken} is cut or damaged ({error}); copy or download it again") from error
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"model '{name}': can't be loaded as a causal language model ({reason})") from error
