@@ -11,6 +11,8 @@ from scripts import load_script
 
 pytest.importorskip("transformers")
 
+from transformers import AutoTokenizer
+
 from mxrl.rl import policy as policy_module
 from mxrl.rl.chain import ALPHABET, Difficulty, Mixture, Problem, solution, split_of, style_of
 from mxrl.rl.evaluate import decode, evaluate, paired_interval, prompt_ids
@@ -151,6 +153,22 @@ def test_a_cut_file_of_weights_is_named(tmp_path, tokenizer, size):
     with pytest.raises(PolicyError, match=rf"^{files[-1]} is cut or damaged \(.*\); copy or download it again$"):
         load_model(str(tmp_path))
     assert broken_weights(tmp_path) == files[-1:]
+
+
+@pytest.mark.parametrize("name", ["", "nope", "./nope", "/nope/nope", "../nope", "no/such/folder", "nope/", "~/nope"])
+def test_a_name_that_no_hub_has_is_refused_without_asking(monkeypatch, name):
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: pytest.fail("the hub is asked"))
+    with pytest.raises(ValueError, match=rf"^model '{name}' is no file or folder here, and no hub id \(OWNER/NAME\)$"):
+        load_model(name)
+
+
+def test_a_hub_id_is_looked_up(monkeypatch):
+    def ask(name, **options):
+        raise OSError(f"asked for {name}")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", ask)
+    with pytest.raises(ValueError, match=r"^model 'Qwen/Qwen2\.5-0\.5B': can't be loaded .* \(asked for Qwen/Q"):
+        load_model("Qwen/Qwen2.5-0.5B")
 
 
 def test_the_shipped_policies_load():

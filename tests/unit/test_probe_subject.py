@@ -82,7 +82,7 @@ def test_bad_calls_in_one_line(folder: Path, task: str, options: dict, error: ty
 
 
 def test_a_folder_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match=r"^model '/nowhere': no such folder$"):
+    with pytest.raises(ValueError, match=r"^model '/nowhere' is no file or folder here, and no hub id"):
         open_subject("/nowhere", "chain", prompts=2, device="cpu")
 
 

@@ -17,6 +17,7 @@ The prompt carries no begin-of-sequence token: none is ever added, whoever encod
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 from importlib.resources import files
 from pathlib import Path
@@ -31,6 +32,7 @@ from mxrl.rl.chain import ALPHABET
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 KINDS = ("dense", "moe")
 POLICY_PREFIX = "policy:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 _ATTENTION = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 _TINY = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
@@ -139,8 +141,8 @@ def load_model(name: str, *, dtype: torch.dtype | str = "auto") -> tuple[Any, An
     disable_progress_bar()
     if not Path(where).is_dir() and Path(where).exists():
         raise ValueError(f"'{name}' is a file; to run a model, give a Hugging Face folder with its config")
-    if where.startswith(("/", "./", "../", "~")) and not Path(where).exists():
-        raise ValueError(f"model '{name}': no such folder")
+    if not (where and Path(where).exists()) and not _HUB_ID.fullmatch(where):  # the hub's client would try for long
+        raise ValueError(f"model '{name}' is no file or folder here, and no hub id (OWNER/NAME)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, padding_side="left")
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
