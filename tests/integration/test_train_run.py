@@ -327,7 +327,31 @@ def test_adapters_that_can_not_be(policy, tmp_path, monkeypatch):
 )
 def test_what_can_not_be_run(policy, tmp_path, monkeypatch, options, message):
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
-    values = {"model": policy, "out": str(tmp_path), "eval_problems": 4, "steps": 1, "device": "cpu", **options}
+    out = str(tmp_path / "runs" / "a")
+    values = {"model": policy, "out": out, "eval_problems": 4, "steps": 1, "device": "cpu", **options}
     with pytest.raises(ConfigError, match=message) as error:
         run_from_cli(**values)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_what_a_refused_run_finds_it_leaves(policy, tmp_path):
+    for out, holds in ((tmp_path / "empty", None), (tmp_path / "other", "notes.txt")):
+        out.mkdir()
+        if holds:
+            (out / holds).write_text("mine")
+        with pytest.raises(ConfigError, match="nope"):
+            train(config("./nope", out))
+        assert [path.name for path in out.iterdir()] == ([holds] if holds else [])
+
+
+def test_a_place_that_can_not_be_written_is_named(policy, tmp_path, capsys):
+    (tmp_path / "a.safetensors").write_text("weights")
+    for out, why in (
+        (tmp_path / "a.safetensors", "a.safetensors is a file"),
+        (tmp_path / "a.safetensors" / "run", "Not a directory"),
+        ("/proc/run", "No such file or directory"),
+        ("/proc", "No such file or directory"),
+    ):
+        assert cli.main(["train", "--model", policy, "--device", "cpu", "--out", str(out)]) == 1
+        line = capsys.readouterr().err
+        assert line.startswith(f"mxrl: can't write to {out}: ") and why in line and line.count("\n") == 1

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mxrl.integrations.trl_shards import complete_checkpoints, remove_incomplete
 from mxrl.report.files import write_atomically
+from mxrl.rl import ranks
 from mxrl.rl.config import CONFIG, EVALS, METRICS, SUMMARY, ConfigError, TrainConfig
 from mxrl.rl.policy import broken_weights
 
@@ -28,7 +32,7 @@ class DamagedError(ValueError):
 def open_run(out: Path, config: TrainConfig, resume: str) -> tuple[Path | None, dict[str, Any] | None]:
     """Prepare the folder: the checkpoint to go on from, or None, and the summary of a run that has ended, or None.
 
-    Refuses a folder that holds another run. Raises DamagedError.
+    Refuses a folder that holds another run. Raises DamagedError, and OSError for a folder that can't be written.
     """
     former = out / CONFIG
     if resume == "never" and former.is_file():
@@ -36,8 +40,8 @@ def open_run(out: Path, config: TrainConfig, resume: str) -> tuple[Path | None, 
             shutil.rmtree(out / name, ignore_errors=True)
         for name in (SUMMARY, METRICS, EVALS, CONFIG):
             (out / name).unlink(missing_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
     if not former.is_file():
+        _make(out)
         return None, None
     try:
         theirs = TrainConfig.from_options(former).to_dict()
@@ -58,6 +62,29 @@ def open_run(out: Path, config: TrainConfig, resume: str) -> tuple[Path | None, 
     if found and ended is None:
         _check(found)
     return found[-1] if found else None, ended
+
+
+def _make(out: Path) -> None:
+    try:
+        if out.exists() and not out.is_dir():
+            raise NotADirectoryError(f"{out} is a file")
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise OSError(f"can't write to {out}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def leaving_nothing_empty(out: Path) -> Iterator[None]:
+    """Where the block fails, take away the folders that were made for `out` and hold nothing yet."""
+    made = [path for path in (out / CHECKPOINTS, out, *out.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in made if ranks.rank() == 0 else ():
+            with contextlib.suppress(OSError):  # it holds something
+                path.rmdir()
+        raise
 
 
 def _read_summary(path: Path) -> dict[str, Any]:

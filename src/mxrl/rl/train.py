@@ -46,7 +46,18 @@ from mxrl.rl.collapse import CollapsedError
 from mxrl.rl.config import ConfigError, TrainConfig
 from mxrl.rl.determinism import deterministic
 from mxrl.rl.evaluate import Evaluation, evaluate
-from mxrl.rl.folder import CHECKPOINTS, CONFIG, MAY_DIFFER, SUMMARY, advice, cut, open_run, read_rows, summarize
+from mxrl.rl.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    MAY_DIFFER,
+    SUMMARY,
+    advice,
+    cut,
+    leaving_nothing_empty,
+    open_run,
+    read_rows,
+    summarize,
+)
 from mxrl.rl.keeper import Keeper, stop_signals
 from mxrl.rl.policy import PolicyError, load_model
 from mxrl.rl.rewards import chain_answer, gsm8k_answer, text_of
@@ -77,11 +88,12 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
     out = Path(config.out)
     device, bf16 = _device(config)
     ranks.start(device)
-    checkpoint, ended = ranks.on_first(lambda: open_run(out, config, resume))
-    if ended is not None:
-        return ended
-    with ranks.watching(lambda: advice(out)), deterministic(config.deterministic):
-        return _run(config, out, checkpoint, device, bf16)
+    with leaving_nothing_empty(out):
+        checkpoint, ended = ranks.on_first(lambda: open_run(out, config, resume))
+        if ended is not None:
+            return ended
+        with ranks.watching(lambda: advice(out)), deterministic(config.deterministic):
+            return _run(config, out, checkpoint, device, bf16)
 
 
 def _run(config: TrainConfig, out: Path, checkpoint: Path | None, device: str, bf16: bool) -> dict[str, Any]:
