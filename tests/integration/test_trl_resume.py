@@ -125,7 +125,7 @@ def test_a_run_that_goes_on_removes_them_first(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
     for step in (5, 10):
         (tmp_path / "checkpoints" / f"checkpoint-{step}").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "checkpoint-5" / "mxrl_state-0.pt").touch()
+    torch.save({}, tmp_path / "checkpoints" / "checkpoint-5" / "mxrl_state-0.pt")
     assert open_run(tmp_path, config, "auto") == (tmp_path / "checkpoints" / "checkpoint-5", None)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-5"]
 
