@@ -143,6 +143,16 @@ def test_rebuilt_it_is_the_same_page(copy: Path, capsys: pytest.CaptureFixture[s
     assert sorted(p.name for p in copy.iterdir()) == ["report.html", "summary.json", "tensors.jsonl"]
 
 
+def tensors(copy: Path) -> int:
+    return json.loads((copy / "summary.json").read_text())["tensors"]
+
+
+def cut(path: Path) -> None:
+    """As a copy that broke off, at the end of a line."""
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) // 2]))
+
+
 @pytest.mark.parametrize(
     ("spoil", "part"),
     [
@@ -154,7 +164,9 @@ def test_rebuilt_it_is_the_same_page(copy: Path, capsys: pytest.CaptureFixture[s
         (lambda f: (f / "summary.json").write_text('{"recipes": ["mxfp4"], "schema": 1}'), "has schema 1"),
         (lambda f: (f / "summary.json").write_text('{"recipes": ["mxfp4"], "schema": 2}'), "are not what mxrl"),
         (lambda f: (f / "tensors.jsonl").write_text('{"recipe": "mxfp4"}\n{"na'), "tensors.jsonl, line 2, is not"),
-        (lambda f: (f / "tensors.jsonl").write_text('{"recipe": "mxfp4"}\n'), "are not what mxrl"),
+        (lambda f: (f / "tensors.jsonl").write_text('{"recipe": "mxfp4"}\n' * tensors(f)), "are not what mxrl"),
+        (lambda f: cut(f / "tensors.jsonl"), "tensors.jsonl has rows of"),
+        (lambda f: (f / "tensors.jsonl").write_text(""), "tensors.jsonl has rows of 0 tensors, summary.json says"),
         (lambda f: (f / "tensors.jsonl").write_bytes(b"\xff"), "tensors.jsonl"),
         (shutil.rmtree, "is no folder"),
     ],

@@ -71,7 +71,7 @@ def rebuild(folder: Path) -> Path:
     """Make report.html of a folder's summary.json and tensors.jsonl; returns its path. Raises ReportError, OSError."""
     summary = _summary(folder)
     try:
-        page = build_page(summary, _rows(folder, summary["recipes"][0])).html()
+        page = build_page(summary, _rows(folder, summary)).html()
     except ReportError:
         raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, StopIteration) as err:
@@ -119,15 +119,16 @@ def _summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def _rows(folder: Path, main: str) -> Iterator[Row]:
-    """The rows of the first recipe, without their histograms."""
-    path = folder / TENSORS
+def _rows(folder: Path, summary: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows of the first recipe, one a tensor, without their histograms."""
+    path, main, count = folder / TENSORS, summary["recipes"][0], 0
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 try:
                     row = json.loads(line)
                     if row["recipe"] == main:
+                        count += 1
                         yield keep(row)
                 except (ValueError, KeyError, TypeError) as err:
                     raise ReportError(f"{path}, line {number}, is not valid ({err}); run `mxrl analyze` again") from err
@@ -135,3 +136,7 @@ def _rows(folder: Path, main: str) -> Iterator[Row]:
         raise ReportError(f"{folder} has no {TENSORS}; run `mxrl analyze` again") from None
     except UnicodeDecodeError as err:
         raise ReportError(f"{path} is not text ({err}); run `mxrl analyze` again") from err
+    if count != summary["tensors"]:
+        raise ReportError(
+            f"{path} has rows of {count} tensors, {SUMMARY} says {summary['tensors']}; run `mxrl analyze` again"
+        )
