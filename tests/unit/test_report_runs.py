@@ -419,6 +419,10 @@ def test_an_older_run_has_todays_defaults(tmp_path: Path) -> None:
 def test_out_is_for_runs(tmp_path: Path) -> None:
     with pytest.raises(CallError, match="--out is for a comparison of runs"):
         report([_analysis(tmp_path / "a")], tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    for folder, part in ((tmp_path / "no", "no is no folder"), (tmp_path / "empty", "has neither summary.json nor")):
+        with pytest.raises(ReportError, match=part):  # said first
+            report([folder], tmp_path / "out")
 
 
 def test_the_bands_of_shares_stay_where_shares_can_be() -> None:

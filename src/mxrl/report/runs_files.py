@@ -43,7 +43,7 @@ def report(folders: Sequence[Path], out: Path | None) -> tuple[list[str], list[s
     """Do what the folders ask for; returns (lines for stdout, for stderr). Raises ReportError and OSError."""
     other = [f for f in folders if _of_analysis(f)]
     if len(other) == len(folders) == 1 or (len(folders) == 1 and not _holds_runs(folders[0])):
-        if out is not None:
+        if out is not None and other:  # else there is nothing to make pages of, which is said first
             raise CallError(f"--out is for a comparison of runs; the pages of {folders[0]} are written into it")
         return [f"written: {page}" for page in rebuild_all(folders[0])], []
     if other:
