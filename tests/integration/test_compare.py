@@ -236,6 +236,8 @@ def test_a_shipped_policy_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixt
         (["MODEL", "--against", "MODEL", "-r", "mxfp4+mbbs"], 2, "mbbs"),
         (["MODEL", "--against", "MODEL", "--device", "tpu"], 2, "tpu"),
         (["MODEL", "--against", "MODEL", "--cluster", "auto"], 2, "a cluster scans one checkpoint's weights"),
+        (["MODEL", "--against", "nowhere", "--bits", "4"], 2, "a budget of 4 bits an element; give a number"),
+        (["MODEL", "--activations", "chain", "--bits", "inf"], 2, "a budget of inf bits an element; give a number"),
         (["MODEL", "--activations", "chains"], 2, "unknown task 'chains'; possible: chain"),
         (["MODEL", "--activations", "chain:file"], 2, "task 'chain' takes no file"),
         (["MODEL", "--activations", "gsm8k:nowhere.jsonl"], 2, "no such file: nowhere.jsonl"),

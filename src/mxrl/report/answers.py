@@ -39,10 +39,12 @@ _SD_UNIFORM = math.sqrt(1 / 12)
 
 
 def check_budget(bits: float) -> None:
-    """BudgetError for a budget that even plain MXFP4 exceeds: known before anything is measured."""
+    """BudgetError for a budget that even plain MXFP4 exceeds, or for infinity: known before anything is measured."""
     least = Recipe.parse(PLAIN).bits
-    if not bits >= least:
-        raise BudgetError(f"a budget of {bits:g} bits an element; give at least {least:g}, which is {PLAIN}'s price")
+    if not least <= bits < math.inf:
+        raise BudgetError(
+            f"a budget of {bits:g} bits an element; give a number, at least {least:g}, which is {PLAIN}'s price"
+        )
 
 
 def keep(row: Row) -> Row:

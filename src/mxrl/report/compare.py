@@ -22,7 +22,7 @@ from mxrl.pairs import match, stored_bytes
 from mxrl.provenance import provenance
 from mxrl.report import folder
 from mxrl.report.analyze import NOTHING_KEPT, PACKAGES, Interrupted, Progress, Silent, device_name
-from mxrl.report.answers import BITS
+from mxrl.report.answers import BITS, check_budget
 from mxrl.report.compare_summary import (
     activations_rows,
     activations_summary,
@@ -52,11 +52,12 @@ def analyze_against(
 ) -> dict[str, Any]:
     """Measure `quantized` against `original` and write the three files; returns the summary.
 
-    Raises as `mxrl.against.against`, CheckpointError, OptionError, OSError, Interrupted.
+    Raises as `mxrl.against.against`, CheckpointError, OptionError, BudgetError, OSError, Interrupted.
     """
     progress = progress or Silent()
     recipes = parse_recipes(recipes)
     devices_of(device)
+    check_budget(bits)
     theirs, ours = _open(quantized), _open(original)
     pairs = match(ours, theirs).pairs
     scanned = sum(p.weight.nbytes for p in pairs)
@@ -129,13 +130,14 @@ def analyze_activations(
 
     model: a Hugging Face folder, hub id, `policy:dense` or `policy:moe`. task: one of mxrl.rl.tasks, as `chain`, or
     `gsm8k:FILE` with the path of a data set. progress counts prompts. Raises as `mxrl.calibration.calibrate`,
-    TaskError, PolicyError, OptionError, ValueError for a model that can't be loaded, OSError, Interrupted.
+    TaskError, PolicyError, OptionError, BudgetError, ValueError for a model that can't be loaded, OSError, Interrupted.
     """
     from mxrl.rl.tasks import load_task, parse_task
 
     progress = progress or Silent()
     recipes = parse_recipes(recipes)
     (where_to,) = devices_of(device)[:1]
+    check_budget(bits)
     name, options = parse_task(task)
     problems = load_task(name, seed=seed, n=prompts, split=split, **options)
     from mxrl.calibration import calibrate  # transformers, which takes a second to import
