@@ -43,6 +43,7 @@ _WORKER = 300_000_000  # a worker besides its buffers: 200 MB, 290 MB where numb
 _DECODER = 200_000_000  # temporaries of whoever decodes what isn't stored as floats
 _REFERENCE = 400_000_000  # temporaries of the torch reference, which serves float64
 _READERS = 8  # threads that fill a GPU's buffers, at most
+_JOBS = 4  # to a core, at most: more only take memory and wait for one another
 _SMALL = 1 << 32  # elements times recipes, below which starting processes takes longer than it saves
 
 
@@ -113,13 +114,16 @@ def shape_of(
     """How to scan `checkpoint`. jobs: cores to use, each a process where memory allows (1: this process alone).
 
     None: every core, or this process alone for so little work that processes would only delay it. On GPUs: a process
-    for each where memory allows, or this one for one. Raises OptionError where not even one fits into `memory`.
+    for each where memory allows, or this one for one. Raises OptionError where not even one fits into `memory`, and
+    for more jobs than four a core.
     """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if jobs is not None and jobs < 1:
         raise OptionError(f"jobs={jobs}: one process is the least")
+    if jobs is not None and jobs > _JOBS * cores:
+        raise OptionError(f"jobs={jobs}: {_JOBS * cores} is the most here, {_JOBS} for each of {cores} cores")
     small = jobs is None and checkpoint.numel * len(columns) < _SMALL
     devices = devices_of(device, small=small)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rows, decoded, extra = _rows(checkpoint)
     if devices[0] != "cpu":
         return _gpus(devices, cores, memory, extra, max(rows + decoded, 1))

@@ -240,6 +240,12 @@ def test_wrong_calls(arguments: list[str], part: str, capsys: pytest.CaptureFixt
     assert part in failure(capsys, 2, *arguments)
 
 
+def test_more_jobs_than_cores_can_do(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = failure(capsys, 2, "analyze", model, "--jobs", "100000", "--memory", "600MB", "--out", tmp_path / "out")
+    assert "jobs=100000" in line and "the most here" in line
+    assert nothing_written(tmp_path)
+
+
 def test_truncated_foreign_and_missing_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     shards = sorted(model.glob("*.safetensors"))

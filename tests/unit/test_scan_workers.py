@@ -317,8 +317,11 @@ def test_memory_decides_how_many_processes(checkpoint: Checkpoint, monkeypatch: 
     assert shape(20e9, jobs=2, c=checkpoint) == (2, 1)
     with pytest.raises(ValueError, match=r"memory=0.2GB is too little here, which takes up to 0.35GB"):
         shape(2e8)
+    assert shape(20e9, jobs=48) == (48, 1)
     with pytest.raises(ValueError, match="jobs=0"):
         shape(2e9, jobs=0)
+    with pytest.raises(ValueError, match="jobs=100000: 48 is the most here, 4 for each of 12 cores"):
+        shape(20e9, jobs=100_000)
 
 
 def test_gpus_get_a_process_each_and_readers_as_memory_allows(
