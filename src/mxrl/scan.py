@@ -38,7 +38,10 @@ _FINITE_CHUNK = 1 << 22  # elements looked at together when a tensor is searched
 
 
 class NonFiniteError(ValueError):
-    """A weight holds NaN or Inf: the message names the tensor, how many there are and where the first one is."""
+    """A weight holds NaN or Inf: the message names the tensor, how many there are and where the first one is.
+
+    Or its values are finite (float64's), and their squares are not.
+    """
 
 
 @dataclass(frozen=True)

@@ -282,6 +282,28 @@ def test_a_nan_stops_the_scan_or_is_skipped(tmp_path: Path, capsys: pytest.Captu
     assert name not in (tmp_path / "out" / "tensors.jsonl").read_text()
 
 
+def test_a_checkpoint_without_an_element_has_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"layers.0.q_proj.weight": torch.zeros(0, 128)}, tmp_path / "model.safetensors")
+    out = tmp_path / "out"
+    assert main(["analyze", str(tmp_path / "model.safetensors"), "--out", str(out)]) == 0
+    whole = json.loads((out / "summary.json").read_text())
+    assert (whole["elements"], whole["total"]["mxfp4"]["rel_mse"]) == (0, None)
+    assert "recommendation" not in whole
+    page = (out / "report.html").read_bytes()
+    assert main(["report", str(out)]) == 0 and (out / "report.html").read_bytes() == page
+
+
+def test_squares_that_overflow_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = {f"layers.{i}.q_proj.weight": torch.randn(32, 64, dtype=torch.float64) for i in range(2)}
+    data["layers.1.q_proj.weight"] *= 1e200
+    path = tmp_path / "model.safetensors"
+    save_file(data, path)
+    for words in ([path], [path, path], [path, "--against", path]):
+        line = failure(capsys, 1, "analyze", *words, "--out", tmp_path / "out")
+        assert "'layers.1.q_proj.weight' holds values so large" in line
+        assert not (tmp_path / "out" / "summary.json").exists()
+
+
 def test_integers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.safetensors"
     data = {"layers.0.q_proj.weight": torch.randn(32, 32), "position_ids": torch.arange(64)[None]}

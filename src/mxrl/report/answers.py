@@ -78,7 +78,7 @@ def answers(summary: Mapping[str, Any], rows: Collector, bits: float = BITS) -> 
         found["corrections"] = _corrections(summary)
         if lossy := already_quantized(summary):
             found["recommendation"] = {"budget": bits, "withheld": list(lossy)}
-        elif summary["kinds"]:
+        elif any(_elements(entry) for entry in summary["kinds"].values()):
             found["recommendation"] = _recommendation(summary, bits)
     found["worst"] = worst(rows.own)
     return found

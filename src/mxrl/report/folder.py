@@ -20,6 +20,7 @@ from mxrl.report.answers import BITS, Collector, answers, keep
 from mxrl.report.files import write_atomically
 from mxrl.report.outliers import Row
 from mxrl.report.summary import SCHEMA, to_json
+from mxrl.scan import NonFiniteError
 
 SUMMARY, TENSORS, PAGE = "summary.json", "tensors.jsonl", "report.html"
 
@@ -45,8 +46,15 @@ class Rows:
         self._file.close()
 
     def add(self, rows: Iterable[Row]) -> None:
+        """Raises NonFiniteError for a row with an infinite sum."""
         for row in rows:
-            self._file.write(to_json(row) + "\n")
+            try:
+                line = to_json(row)
+            except ValueError:
+                raise NonFiniteError(
+                    f"tensor '{row['name']}' holds values so large that sums of their squares overflow; scale them down"
+                ) from None
+            self._file.write(line + "\n")
             self._collected.add(row)
 
     def finish(self, summary: Mapping[str, Any], bits: float = BITS) -> dict[str, Any]:
