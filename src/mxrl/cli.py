@@ -243,15 +243,10 @@ def _compared(
     from mxrl.report.console import Bar
 
     if which == "--activations":
-        from mxrl.rl.tasks import TaskError
-
-        try:
-            with PromptBar(errors) as prompt_bar:
-                return compare.analyze_activations(
-                    model, second, recipes, out=out, prompts=prompts, device=device, progress=prompt_bar, bits=bits
-                )
-        except TaskError as err:
-            raise Stopped(str(err), 2) from None
+        with PromptBar(errors) as prompt_bar:
+            return compare.analyze_activations(
+                model, second, recipes, out=out, prompts=prompts, device=device, progress=prompt_bar, bits=bits
+            )
     with Bar(errors) as bar:
         if which == "B":
             return compare.analyze_diff(model, second, recipes, out=out, on_nonfinite=on_nonfinite, progress=bar)

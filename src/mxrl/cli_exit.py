@@ -19,16 +19,18 @@ class Stopped(Exception):
 
 def explain(err: Exception) -> int:
     """The one line for an exception, and its exit code."""
-    from mxrl.ops.dispatch import BackendError
-    from mxrl.recipes import RecipeError
-    from mxrl.rl.config import ConfigError
-
     if hasattr(err, "format_message"):  # a usage error of typer's (its click is vendored or not, by version)
         message = " ".join(err.format_message().split())  # type: ignore[attr-defined]
         # without a message, help was printed instead
         return fail(f"{message} (see mxrl --help)" if message else "", getattr(err, "exit_code", 2))
+    from mxrl.ops.dispatch import BackendError
+    from mxrl.recipes import RecipeError
+    from mxrl.rl.config import ConfigError
+    from mxrl.rl.policy import PolicyError
+    from mxrl.rl.tasks import TaskError
+
     message = " ".join(str(err).split())
-    if isinstance(err, (BackendError, RecipeError, ConfigError)):
+    if isinstance(err, (BackendError, RecipeError, ConfigError, PolicyError, TaskError)):
         return fail(message, 2)
     if isinstance(err, ModuleNotFoundError) and err.name and not err.name.startswith("mxrl"):
         return fail(f"this command needs {err.name}, which is not installed: pip install 'mxrl[train]'", 1)

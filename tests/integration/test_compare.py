@@ -249,7 +249,7 @@ def test_a_shipped_policy_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixt
             1,
             "is a file; to run a model, give a Hugging Face folder",
         ),
-        (["policy:mo", "--activations", "chain"], 1, "policy:dense, policy:moe"),
+        (["policy:mo", "--activations", "chain"], 2, "policy:dense, policy:moe"),
     ],
 )
 def test_one_line_and_nothing_written(

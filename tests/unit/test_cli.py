@@ -10,6 +10,8 @@ import pytest
 
 from mxrl.cli import main
 from mxrl.rl.config import TrainConfig
+from mxrl.rl.policy import PolicyError
+from mxrl.rl.tasks import TaskError
 
 
 class Runs:
@@ -85,6 +87,8 @@ def test_an_interrupted_run_ends_with_130_and_no_further_word(runs: Runs, capsys
         (RuntimeError("the loss is NaN\nat step 3"), 1, "the loss is NaN at step 3"),
         (OSError(28, "No space left on device"), 1, "No space left"),
         (ModuleNotFoundError("No module named 'trl'", name="trl"), 1, "pip install 'mxrl[train]'"),
+        (TaskError("unknown task 'nope'; possible: chain"), 2, "unknown task 'nope'"),
+        (PolicyError("unknown policy 'policy:foo'"), 2, "unknown policy 'policy:foo'"),
         (KeyError("x"), 1, "this is a bug"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
