@@ -25,6 +25,16 @@ app = typer.Typer(
 _STATE = {"traceback": False}
 
 
+def _folder(name: str) -> Path:
+    if not str(name):
+        raise typer.BadParameter("a folder has a name; . is the current one")
+    return Path(name)
+
+
+def _out(help: str) -> Any:
+    return typer.Option("--out", "-o", parser=_folder, metavar="PATH", help=help)
+
+
 @app.callback()
 def _options(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
@@ -55,9 +65,7 @@ def analyze(
         typer.Option(metavar="TASK", help="Run prompts, as chain or gsm8k:FILE, and split the linears' inputs."),
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts --activations runs.")] = 64,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder for the results (default analysis-MODEL).")
-    ] = None,
+    out: Annotated[Path | None, _out("Folder for the results (default analysis-MODEL).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON instead of tables.")] = False,
     on_nonfinite: Annotated[
         str, typer.Option(metavar="error|skip", help="What to do with a tensor that holds NaN or Inf.")
@@ -158,9 +166,7 @@ def probe(
         str | None,
         typer.Option(metavar="float32|bfloat16|float16", help="Of what isn't 4-bit (default: float32 on a CPU)."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder for the results (default probe-MODEL).")
-    ] = None,
+    out: Annotated[Path | None, _out("Folder for the results (default probe-MODEL).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print probe.json instead of tables.")] = False,
     resume: Annotated[
         bool, typer.Option(help="Take what an earlier run has measured on the same model from --out, or start over.")
@@ -207,9 +213,7 @@ def report(
     folders: Annotated[
         list[Path], typer.Argument(metavar="FOLDER", help="Runs, or a folder of runs; or an analysis, or a probe.")
     ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder for a comparison of runs (default report-runs).")
-    ] = None,
+    out: Annotated[Path | None, _out("Folder for a comparison of runs (default report-runs).")] = None,
 ) -> None:
     """Compare runs of `mxrl train`: tables, curves, intervals over seeds. Or make an analysis's pages once more."""
     from mxrl.report.runs_files import CallError
@@ -308,7 +312,7 @@ def train(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the page and the numbers.")] = Path("demo"),
+    out: Annotated[Path, _out("Folder for the page and the numbers.")] = Path("demo"),
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the problems, the samples and the noise.")] = 0,
 ) -> None:
     """Show on a small policy what MXFP4 costs and what the corrections give back: about three minutes on two cores."""

@@ -232,11 +232,18 @@ def test_a_recipe_typo_is_a_wrong_call(model: Path, tmp_path: Path, capsys: pyte
         (["analyze", "x", "--bits", "nan"], "give a number, at least 4.25"),
         (["analyze", "x", "--bits", "inf"], "a budget of inf bits an element; give a number, at least 4.25"),
         (["analyze", "x", "--bits", "few"], "--bits"),
+        (["analyze", "x", "--out", ""], "'--out' / '-o': a folder has a name"),
+        (["probe", "deadzone", "x", "--out="], "'--out' / '-o': a folder has a name"),
+        (["demo", "--out", ""], "'--out' / '-o': a folder has a name"),
+        (["report", "x", "-o", ""], "'--out' / '-o': a folder has a name"),
         (["report"], "FOLDER"),
         (["analyse", "x"], "analyse"),
     ],
 )
-def test_wrong_calls(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_calls(
+    arguments: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert part in failure(capsys, 2, *arguments)
 
 
