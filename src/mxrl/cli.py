@@ -44,6 +44,7 @@ def _options(
 
 @app.command()
 def analyze(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A weights file, a Hugging Face folder, a hub id, policy:dense.")
     ],
@@ -103,8 +104,7 @@ def analyze(
     if on_nonfinite not in ("error", "skip"):
         raise typer.BadParameter(f"'{on_nonfinite}' is neither error nor skip", param_hint="--on-nonfinite")
     which, second = _which(other, against, activations)
-    if which and cluster:
-        raise typer.BadParameter(f"a cluster scans one checkpoint's weights, not {which}", param_hint="--cluster")
+    _refuse_idle(context, which or ("--cluster" if cluster else ""))
     beside = f"-{which.lstrip('-').replace('B', 'to')}-{_stem(second)}" if which else ""
     folder = out or Path(f"analysis-{_stem(model)}{beside}")
     errors = Console(stderr=True)
@@ -235,6 +235,25 @@ def _which(other: str | None, against: str | None, activations: str | None) -> t
     if len(given) > 1:
         raise typer.BadParameter(f"{given[0][0]} and {given[1][0]} ask for different analyses; give one of them")
     return given[0] if given else ("", "")
+
+
+_IDLE = {  # the analyses, and the options that each makes no use of
+    "": ("an analysis of one checkpoint's weights", "prompts"),
+    "--cluster": ("a scan on a cluster", "prompts jobs memory device"),
+    "B": ("a comparison of two checkpoints", "prompts jobs memory device cluster resume bits"),
+    "--against": ("--against", "prompts cluster resume"),
+    "--activations": ("--activations", "on_nonfinite jobs memory cluster resume"),
+}
+
+
+def _refuse_idle(context: typer.Context, which: str) -> None:
+    """BadParameter for an option on the command line that the analysis would not look at."""
+    what, idle = _IDLE[which]
+    for name in idle.split():
+        source = context.get_parameter_source(name)
+        if source and source.name == "COMMANDLINE":
+            word = f"--{'no-' if name == 'resume' and not context.params[name] else ''}{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{what} makes no use of it; leave it out", param_hint=word)
 
 
 def _compared(

@@ -235,7 +235,7 @@ def test_a_shipped_policy_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixt
         (["MODEL", "MODEL", "-r", "mxfp5"], 2, "mxfp5"),
         (["MODEL", "--against", "MODEL", "-r", "mxfp4+mbbs"], 2, "mbbs"),
         (["MODEL", "--against", "MODEL", "--device", "tpu"], 2, "tpu"),
-        (["MODEL", "--against", "MODEL", "--cluster", "auto"], 2, "a cluster scans one checkpoint's weights"),
+        (["MODEL", "--against", "MODEL", "--cluster", "auto"], 2, "--cluster: --against makes no use of it; leave it"),
         (["MODEL", "--against", "nowhere", "--bits", "4"], 2, "a budget of 4 bits an element; give a number"),
         (["MODEL", "--activations", "chain", "--bits", "inf"], 2, "a budget of inf bits an element; give a number"),
         (["MODEL", "--activations", "chains"], 2, "unknown task 'chains'; possible: chain"),
@@ -258,6 +258,39 @@ def test_one_line_and_nothing_written(
     out = tmp_path / "out"
     assert part in failure(capsys, code, *(w.replace("MODEL", str(model)) for w in words), "-o", out)
     assert not out.exists() and not list(tmp_path.glob(".*"))
+
+
+COMPARISON, ACTIVATIONS = ["MODEL", "MODEL"], ["MODEL", "--activations", "chain"]
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "what"),
+    [
+        (["MODEL"], ["--prompts 5", "--prompts 64"], "an analysis of one checkpoint's weights"),
+        (
+            ["MODEL", "--cluster", "nowhere:1"],
+            ["--prompts 5", "--jobs 1", "--memory 2GB", "--device cpu"],
+            "a scan on a cluster",
+        ),
+        (
+            COMPARISON,
+            ["--prompts 5", "--jobs 1", "--memory 2GB", "--device cpu", "--cluster auto", "--no-resume", "--bits 5"],
+            "a comparison of two checkpoints",
+        ),
+        (["MODEL", "--against", "MODEL"], ["--prompts 5", "--cluster auto", "--no-resume", "--resume"], "--against"),
+        (
+            ACTIVATIONS,
+            ["--on-nonfinite skip", "--jobs 1", "--memory 2GB", "--cluster auto", "--no-resume"],
+            "--activations",
+        ),
+    ],
+)
+def test_an_option_that_would_not_be_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], options: list[str], what: str
+) -> None:
+    for option in options:
+        line = failure(capsys, 2, *words, *option.split(), "-o", tmp_path / "out")
+        assert f"{option.split()[0]}: {what} makes no use of it; leave it out" in line
 
 
 def test_two_models_with_nothing_in_common(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
