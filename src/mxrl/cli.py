@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mxrl.cli_exit import Stopped, explain, fail
+from mxrl.cli_exit import Stopped, begun, explain, fail
 
 app = typer.Typer(
     help="MXFP4 quantization for reinforcement learning: split the error, correct it, train with it.",
@@ -101,6 +101,7 @@ def analyze(
     from mxrl.rl.policy import resolve_model
     from mxrl.scan_workers import OptionError, parse_size
 
+    begun()
     if on_nonfinite not in ("error", "skip"):
         raise typer.BadParameter(f"'{on_nonfinite}' is neither error nor skip", param_hint="--on-nonfinite")
     which, second = _which(other, against, activations)
@@ -178,6 +179,7 @@ def probe(
     from mxrl.report.phases import quiet
     from mxrl.report.phases_console import Phases
 
+    begun()
     folder = out or Path(f"probe-{_stem(model)}")
     try:
         # the stream itself: Console(stderr=True) would follow sys.stderr, which a phase may redirect
@@ -219,6 +221,7 @@ def report(
     from mxrl.report.runs_files import CallError
     from mxrl.report.runs_files import report as run
 
+    begun()
     try:
         said, warnings = run(folders, out)
     except CallError as err:
@@ -313,6 +316,7 @@ def train(
     from mxrl.rl import ranks
     from mxrl.rl.train import train as start
 
+    begun()
     summary = start(run, resume=resume)
     ranks.finish()
     if ranks.rank():
@@ -340,6 +344,7 @@ def demo(
     from mxrl.report.demo_console import print_demo
     from mxrl.report.phases_console import Phases
 
+    begun()
     try:
         # the stream itself: Console(stderr=True) would follow sys.stderr, which a phase redirects
         with Phases(Console(file=sys.stderr), "demo", "loading torch, transformers and trl") as display:

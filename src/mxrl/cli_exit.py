@@ -1,4 +1,4 @@
-"""How a command ends: 0 done; 1 the work failed; 2 the call was wrong (an option, a recipe); 130 Ctrl-C.
+"""How a command ends: 0 done; 1 the work failed; 2 the call was wrong (an option, a recipe); 130 Ctrl-C or SIGTERM.
 
 A failure is one line on stderr, never a traceback.
 """
@@ -6,7 +6,11 @@ A failure is one line on stderr, never a traceback.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(Exception):
@@ -15,6 +19,29 @@ class Stopped(Exception):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+
+def heed_signals() -> None:
+    """Ctrl-C and SIGTERM end the process on the spot, until `begun`: libraries swallow what is raised while they load.
+
+    Not what ignores them (nohup), nor in one of torchrun's processes, which its launcher ends.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, _end)
+
+
+def begun() -> None:
+    """Everything is loaded: from here on they are a KeyboardInterrupt, so that the command says what it has kept."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _end:
+            signal.signal(number, signal.default_int_handler)
+
+
+def _end(number: int, frame: Any) -> None:
+    os.write(2, b"mxrl: interrupted\n")
+    os._exit(130)
 
 
 def explain(err: Exception) -> int:

@@ -413,11 +413,12 @@ def test_interrupted_in_the_middle(
     assert not (tmp_path / "out2").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("options", [["--jobs", "1"], ["--jobs", "2"]])
-def test_ctrl_c_of_a_real_process(tmp_path: Path, options: list[str]) -> None:
-    """SIGINT while it scans: one line, exit code 130, the journal and no other file."""
+def test_ctrl_c_of_a_real_process(tmp_path: Path, options: list[str], number: signal.Signals) -> None:
+    """SIGINT or SIGTERM while it scans: one line, exit code 130, the journal and no other file."""
     save_file({f"layers.{i}.q_proj.weight": torch.randn(1024, 4096) for i in range(8)}, tmp_path / "big.safetensors")
-    command = [sys.executable, "-m", "mxrl.cli", "analyze", str(tmp_path / "big.safetensors"), *options]
+    command = [sys.executable, "-m", "mxrl", "analyze", str(tmp_path / "big.safetensors"), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MXRL_BACKEND": "reference"}  # slow enough
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path / "out")],
@@ -434,7 +435,7 @@ def test_ctrl_c_of_a_real_process(tmp_path: Path, options: list[str]) -> None:
             break
         time.sleep(0.02)
     assert process.poll() is None, "it ended before it could be interrupted"
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers get it too
+    os.killpg(process.pid, number)  # as a terminal does, and systemd: workers get it too
     out, err = process.communicate(timeout=60)
     kept = f"mxrl: interrupted; what is done is kept in {tmp_path / 'out'}, and the same command goes on from there\n"
     assert (process.returncode, out, err) == (130, "", kept)

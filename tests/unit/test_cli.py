@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +111,69 @@ def test_no_words_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert "Usage" in out + err
     assert "mxrl: " not in err
+
+
+# ---- Ctrl-C and SIGTERM ----------------------------------------------------------------------------------------------
+
+
+def started(folder: Path, code: str, *words: str) -> subprocess.Popen[str]:
+    """`python -m mxrl WORDS`, after `code`."""
+    (folder / "sitecustomize.py").write_text(code)
+    path = os.pathsep.join([str(folder), *sys.path])
+    return subprocess.Popen(
+        [sys.executable, "-m", "mxrl", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_torch_is_loaded(number: str, tmp_path: Path) -> None:
+    """Raised by the import of torch itself, which swallows what it can."""
+    (tmp_path / "torch.py").write_text(
+        f"import os, signal, time\ntry: os.kill(os.getpid(), signal.{number}); time.sleep(9)\nexcept: pass\n"
+    )
+    assert ended(started(tmp_path, "", "analyze", "x")) == (130, "", "mxrl: interrupted\n")
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    """As under nohup, or in a script's background."""
+    (tmp_path / "typer.py").write_text(
+        "import os, signal\nfor n in (signal.SIGINT, signal.SIGTERM): os.kill(os.getpid(), n)\nraise SystemExit(5)\n"
+    )
+    code = "import signal\nfor n in (signal.SIGINT, signal.SIGTERM): signal.signal(n, signal.SIG_IGN)\n"
+    assert ended(started(tmp_path, code, "analyze", "x")) == (5, "", "")
+
+
+def test_a_signal_within_an_exec_is_no_death_by_it(tmp_path: Path) -> None:
+    """Python remembers a KeyboardInterrupt that an exec() of text let through, and kills itself in the end."""
+    code = """import mxrl.cli
+def run():
+    try: exec("raise KeyboardInterrupt")
+    except KeyboardInterrupt: return 130
+mxrl.cli.main = run
+"""
+    assert ended(started(tmp_path, code)) == (130, "", "")
+
+
+def test_the_package_alone_loads_no_torch_and_functions_win_over_modules() -> None:
+    code = """import sys, mxrl
+from mxrl import Recipe
+assert "torch" not in sys.modules
+import mxrl.decompose, mxrl.quantize
+from mxrl.quantize import quantize
+assert mxrl.quantize is quantize and mxrl.decompose.__name__ == "decompose"
+found = {}
+exec("from mxrl import *", found)
+assert set(mxrl.__all__) <= set(found)
+assert not hasattr(mxrl, "nothing")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
