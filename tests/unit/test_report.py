@@ -291,6 +291,22 @@ def test_staged_moves_everything_at_the_end(tmp_path: Path, existing: bool) -> N
     assert stat.S_IMODE(out.stat().st_mode) & 0o055
 
 
+@pytest.mark.parametrize("existing", [True, False])
+def test_staged_clears_what_a_killed_run_left_and_nothing_that_runs(tmp_path: Path, existing: bool) -> None:
+    out = tmp_path / "out[1]"
+    if existing:
+        out.mkdir()
+    home = out if existing else tmp_path
+    left, other = home / f".{out.name}.abcd1234.tmp", home / ".other.abcd1234.tmp"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "tensors.jsonl").write_text("{}")
+    with staged(out) as running:
+        assert not left.exists() and other.exists()
+        with staged(out) as second:
+            assert running.exists() and second != running
+
+
 def test_staged_names_a_place_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "out"):

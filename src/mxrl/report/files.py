@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -51,16 +53,22 @@ def staged(out: Path) -> Iterator[Path]:
 
     The folder is made at once, so that a place that can't be written is known before the work. A new `out` appears by
     one rename; into an existing one each file is renamed over its older namesake, and other files are left alone.
-    Whatever interrupts the block, the temporary folder goes away. Raises OSError naming `out`.
+    Whatever interrupts the block, the temporary folder goes away; one that a killed run has left goes now: it is
+    nobody's whose lock is free. Raises OSError naming `out`.
     """
     try:
         if out.exists() and not out.is_dir():
             raise NotADirectoryError(f"{out} is a file")
         home = out.parent if not out.exists() else out
         home.mkdir(parents=True, exist_ok=True)
+        for left in home.glob(f".{glob.escape(out.name)}.????????.tmp"):
+            if (lock := _locked(left)) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=home))
     except OSError as err:
         raise OSError(f"can't write to {out}: {err.strerror or err}") from err
+    lock = _locked(folder)
     try:
         with _naming(out):
             yield folder
@@ -74,3 +82,20 @@ def staged(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A handle that holds the folder's lock until it is closed, or its process ends; None if another one holds it."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
