@@ -35,7 +35,6 @@ from mxrl.recipes import Recipe
 from mxrl.report.files import write_atomically
 from mxrl.report.markdown import between, table
 from mxrl.rl.chain import chain_problems, solution
-from mxrl.scan import merge
 
 HERE = Path(__file__).parent
 RECIPES = ("mxfp4", "mxfp4:even", "mxfp4+mbs", "mxfp4+mbs:joint", "nvfp4", "mxfp4+mbs+of")
@@ -131,9 +130,10 @@ def measure(out: Path, name: str, only: list[str]) -> Iterator[Line]:
     for recipe in RECIPES:
         if only and recipe not in only:
             continue
-        stats = merge(error_stats(w, recipe) for w in exact.values()).to_dict() | {"bits": Recipe.parse(recipe).bits}
+        stats = ErrorStats.merged(error_stats(w, recipe) for w in exact.values())
+        total = stats.to_dict() | {"bits": Recipe.parse(recipe).bits}
         weights = {n: fake_quantize(w, recipe) for n, w in exact.items()}
-        yield {"quantizer": f"mxrl {recipe}", "total": stats, **outputs(weights)}
+        yield {"quantizer": f"mxrl {recipe}", "total": total, **outputs(weights)}
 
 
 def record(file: Path, lines: Iterator[Line]) -> None:

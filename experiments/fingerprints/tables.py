@@ -20,7 +20,6 @@ from mxrl.decompose import ErrorStats
 from mxrl.kinds import KINDS
 from mxrl.report.files import write_atomically
 from mxrl.report.markdown import between, table
-from mxrl.scan import merge
 
 Line = dict[str, Any]
 LEAST = 1 << 14  # elements of a tensor that counts in the spread over tensors
@@ -36,7 +35,7 @@ class Print:
 
     @classmethod
     def of(cls, lines: Sequence[Line]) -> Print:
-        stats = merge(ErrorStats.from_dict(line["plain"]) for line in lines)
+        stats = ErrorStats.merged(ErrorStats.from_dict(line["plain"]) for line in lines)
         errors = {recipe: sum((line["sq_error"][recipe] for line in lines), 0.0) for recipe in lines[0]["sq_error"]}
         crest = sum((line["crest"] or 0.0) * line["plain"]["sq_norm"] for line in lines) / stats.sq_norm
         return cls(stats, errors, crest)
@@ -227,7 +226,7 @@ def encodings(results: list[Result]) -> str:
             continue
         for (dtype, kind), lines in sorted(r.group_by("dtype", "kind").items()):
             elements = sum(math.prod(t["shape"]) for t in lines)
-            zero = merge(ErrorStats.from_dict(t["plain"]) for t in lines).exact_zero_count / elements
+            zero = ErrorStats.merged(ErrorStats.from_dict(t["plain"]) for t in lines).exact_zero_count / elements
             rows.append([r.name, dtype, kind, str(len(lines)), f"{zero:.2%}", *_cells(SHORT, Print.of(lines))])
     return table(["checkpoint", "stored as", "kind", "tensors", "exact zeros", *(f.head for f in SHORT)], rows, 3)
 
