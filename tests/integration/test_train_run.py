@@ -20,7 +20,7 @@ from mxrl.rl import collapse
 from mxrl.rl.adapters import lora_config
 from mxrl.rl.config import ConfigError, TrainConfig
 from mxrl.rl.policy import build_policy, char_tokenizer, save_policy
-from mxrl.rl.tasks import Task, get_task
+from mxrl.rl.tasks import Task, TaskError, get_task
 from mxrl.rl.train import GRPOTrainer, NonFiniteError, read_rows, run_from_cli, train
 
 TIMES = ("time/", "speed/", "step_time")
@@ -323,13 +323,15 @@ def test_adapters_that_can_not_be(policy, tmp_path, monkeypatch):
             r"path=g\.jsonl: gsm8k .* name both files by \{split\}",
         ),
         ({"prompts": 1}, "unknown option 'prompts'"),
+        ({"task_options": {1: 2}}, "task 'chain': unknown option '1'; possible: numbers, digits, ops"),
+        ({"task_options": {"seed": 2}}, "task 'chain': unknown option 'seed'; possible: numbers, digits, ops"),
     ],
 )
 def test_what_can_not_be_run(policy, tmp_path, monkeypatch, options, message):
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
     out = str(tmp_path / "runs" / "a")
     values = {"model": policy, "out": out, "eval_problems": 4, "steps": 1, "device": "cpu", **options}
-    with pytest.raises(ConfigError, match=message) as error:
+    with pytest.raises((ConfigError, TaskError), match=message) as error:
         run_from_cli(**values)
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 

@@ -21,7 +21,7 @@ from mxrl.rl.chain import (
     split_of,
     style_of,
 )
-from mxrl.rl.tasks import TASKS, TaskError, load_task
+from mxrl.rl.tasks import TASKS, TaskError, check_options, load_task
 
 # 37+85 = 122, 122*4 = 488, 488-612 = -124, and -124 mod 10000 = 9876
 CHAIN = "37+85*4-612="
@@ -190,10 +190,19 @@ def test_a_mixture_comes_from_a_file_too(tmp_path):
         (lambda: load_task("chain", n=1, number=3), "unknown option 'number'; possible: numbers, digits, ops"),
         (lambda: load_task("chain"), "give both n and seed"),
         (lambda: load_task("chain", n=-1), "must not be negative"),
-        (lambda: load_task("chain", n=1, digits=(1, 5)), "4 digits are the most"),
+        (lambda: load_task("chain", n=1, digits=(1, 5)), "digits=[1, 5] must be [min, max], whole numbers with"),
+        (lambda: load_task("chain", n=1, numbers=3), "numbers=3 must be [min, max], whole numbers with 2 <= min"),
+        (lambda: load_task("chain", n=1, numbers=["a", "b"]), "numbers=['a', 'b'] must be [min, max], whole numbers"),
+        (lambda: load_task("chain", n=1, numbers=[2.5, 3]), "numbers=[2.5, 3] must be [min, max], whole numbers"),
+        (lambda: load_task("chain", n=1, numbers=[1000, 1000]), "2 <= min <= max <= 100"),
+        (lambda: load_task("chain", n=1, ops=5), "ops=5 must be some of '+-*'"),
+        (lambda: check_options("chain", {1: 2}), "unknown option '1'; possible: numbers, digits, ops"),
+        (lambda: check_options("gsm8k", {"seed": 2}), "unknown option 'seed'; possible: path"),
         (lambda: load_task("chain", n=1, ops="/"), "must be some of"),
         (lambda: load_task("chain", n=1, numbers=(5, 3)), "min <= max"),
         (lambda: load_task("gsm8k", path="nowhere.jsonl"), "no such file: nowhere.jsonl"),
+        (lambda: load_task("gsm8k", path=5), "path=5 must be the name of a .jsonl or .parquet file"),
+        (lambda: load_task("dapo-math", path=5), "path=5 must be the name of a .jsonl or .parquet file"),
     ],
 )
 def test_wrong_calls_say_what_is_possible(call, message):
@@ -242,19 +251,46 @@ def test_split_in_a_path_names_the_split_s_own_file(tmp_path, task, row):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("task", "line", "message"),
     [
-        ('{"query": "x", "answer": "#### 1"}', "row 0 has no column 'question' (it has: query, answer)"),
-        ('{"question": "x", "answer": "1"}', "row 0: its answer has no '####'"),
-        ("{oops", "broken.jsonl:1: not JSON"),
+        ("gsm8k", b'{"query": "x", "answer": "#### 1"}', "no column 'question' (it has: query, answer)"),
+        ("gsm8k", b'{"question": "x", "answer": "1"}', "its answer has no '####'"),
+        ("gsm8k", b'{"question": 5, "answer": "#### 5"}', "'question' must be text, got 5"),
+        ("gsm8k", b"{oops", "not JSON (Expecting property name enclosed in double quotes)"),
+        ("gsm8k", b"[1, 2]", "a row must be a JSON object with a value for each column, got [1, 2]"),
+        ("gsm8k", b"\xff\xfe", "not UTF-8 text"),
+        ("dapo-math", b'{"prompt": [], "reward_model": {}}', "'reward_model' has no 'ground_truth'"),
+        ("dapo-math", b'{"prompt": [], "reward_model": 5}', "'reward_model' must be an object with 'ground_truth'"),
+        ("dapo-math", b'{"prompt": "hi", "reward_model": {"ground_truth": 1}}', "'prompt' must be a list of messages"),
+        ("dapo-math", b'{"prompt": [{"role": "x"}], "reward_model": {"ground_truth": 1}}', "'prompt' must be a list"),
     ],
 )
-def test_a_broken_gsm8k_file_is_named_with_its_row(tmp_path, line, message):
+def test_a_broken_file_is_named_with_its_line(tmp_path, task, line, message):
+    good = {"gsm8k": gsm8k_row("One?"), "dapo-math": dapo_row(0, "One?", "1")}[task]
     file = tmp_path / "broken.jsonl"
-    file.write_text(line)
+    file.write_bytes(json.dumps(good).encode() + b"\n\n" + line + b"\n")
     with pytest.raises(TaskError) as caught:
+        load_task(task, path=str(file))
+    assert f"task '{task}': {file}:3: {message}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_broken_parquet_file_is_named_with_its_row(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    file = tmp_path / "broken.parquet"
+    parquet.write_table(pa.Table.from_pylist([gsm8k_row("One?"), {"question": "Two?", "answer": None}]), file)
+    with pytest.raises(TaskError, match=r"broken\.parquet: row 1: 'answer' must be text, got None"):
         load_task("gsm8k", path=str(file))
-    assert message in str(caught.value)
+    file.write_bytes(b"PAR1 and no more")
+    with pytest.raises(TaskError, match=r"broken\.parquet: not a \.parquet file that can be read"):
+        load_task("gsm8k", path=str(file))
+
+
+def test_a_line_ends_at_a_newline_alone(tmp_path):
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps(gsm8k_row("One\u2028or\x85two?"), ensure_ascii=False), encoding="utf-8")
+    assert load_task("gsm8k", path=str(file))[0].meta["question"] == "One\u2028or\x85two?"
 
 
 def dapo_row(i, question, truth):
@@ -293,6 +329,19 @@ def test_gsm_symbolic_has_disjoint_splits_and_repeats_itself():
     assert train == load_task("gsm_symbolic", seed=1, n=30)
     assert not {p.meta["question"] for p in train} & {p.meta["question"] for p in test}
     assert TASKS["gsm_symbolic"].reward([f"#### {p.answer}" for p in test], [p.answer for p in test]) == [1.0] * 10
+
+
+@pytest.mark.parametrize("difficulty", ["abc", 2])
+def test_a_difficulty_that_reasoning_gym_refuses(difficulty):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(TaskError, match=f"refuses difficulty={difficulty!r}; 1.0 works"):
+        load_task("gsm_symbolic", n=1, difficulty=difficulty)
+
+
+@pytest.mark.parametrize("ops", ["+", "-", "*"])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_smallest_chains_have_both_splits(ops, split):  # or the draw would never end
+    assert load_task("chain", n=1, split=split, numbers=(2, 2), digits=(1, 1), ops=ops)
 
 
 @pytest.mark.parametrize(("task", "module"), [("gsm_symbolic", "reasoning_gym"), ("gsm8k", "datasets")])

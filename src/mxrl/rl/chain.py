@@ -41,6 +41,7 @@ MODULUS = 10_000
 ALPHABET = "0123456789+-*=;#"
 STYLES = ("careful", "skip", "guess", "rewrite")
 SPLITS = ("train", "test")
+MOST_NUMBERS = 100  # in a chain: a prompt of 330 characters, a careful solution of 1300, a rewritten one of 17,000
 TEST_SHARE = 16  # one prompt in 16 belongs to the test split
 _CHAIN = re.compile(r"\d+(?:[+\-*]\d+)+=")
 _LINE = re.compile(r"\d+([+\-*]\d+)+=\d+")
@@ -75,12 +76,14 @@ class Difficulty:
     ops: str = "+-*"
 
     def __post_init__(self) -> None:
-        for name, low, ends in (("numbers", 2, self.numbers), ("digits", 1, self.digits)):
-            if len(ends) != 2 or not low <= ends[0] <= ends[1]:
-                raise ValueError(f"chain: {name}={ends!r} must be (min, max) with {low} <= min <= max")
-        if self.digits[1] > 4:
-            raise ValueError(f"chain: digits={self.digits!r}: results are mod {MODULUS}, so 4 digits are the most")
-        if not self.ops or set(self.ops) - set("+-*"):
+        for name, low, high, ends in (("numbers", 2, MOST_NUMBERS, self.numbers), ("digits", 1, 4, self.digits)):
+            whole = isinstance(ends, tuple) and len(ends) == 2 and all(type(end) is int for end in ends)
+            if not whole or not low <= ends[0] <= ends[1] <= high:
+                given = list(ends) if isinstance(ends, tuple) else ends
+                raise ValueError(
+                    f"chain: {name}={given!r} must be [min, max], whole numbers with {low} <= min <= max <= {high}"
+                )
+        if not isinstance(self.ops, str) or not self.ops or set(self.ops) - set("+-*"):
             raise ValueError(f"chain: ops={self.ops!r} must be some of '+-*'")
 
     def draw(self, rng: random.Random, split: str) -> str:

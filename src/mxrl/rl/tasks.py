@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,18 @@ def load_task(
     task = get_task(name)
     if split not in SPLITS:
         raise TaskError(f"task '{name}': unknown split '{split}'; possible: {', '.join(SPLITS)}")
-    unknown = sorted(set(options) - set(task.options))
-    if unknown:
-        raise TaskError(f"task '{name}': unknown option '{unknown[0]}'; possible: {', '.join(task.options)}")
+    check_options(name, options)
     if n is not None and n < 0:
         raise TaskError(f"task '{name}': n={n} must not be negative")
     return task.load(seed=seed, n=n, split=split, **options)
+
+
+def check_options(name: str, options: Mapping[Any, Any]) -> None:
+    """TaskError for an option that the task has not: before `**options`, whose keys a file may have made numbers."""
+    for key in options:
+        if key not in get_task(name).options:
+            possible = ", ".join(get_task(name).options)
+            raise TaskError(f"task '{name}': unknown option '{key}'; possible: {possible}")
 
 
 def _sized(name: str, seed: int | None, n: int | None) -> tuple[int, int]:
@@ -89,9 +95,7 @@ def _sized(name: str, seed: int | None, n: int | None) -> tuple[int, int]:
 
 def _chain(*, seed: int | None, n: int | None, split: str, **options: Any) -> list[Problem]:
     seed, n = _sized("chain", seed, n)
-    for key in ("numbers", "digits"):
-        if key in options:
-            options[key] = tuple(options[key])
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:
         return chain_problems(seed=seed, n=n, split=split, difficulty=Difficulty(**options))
     except ValueError as error:
@@ -108,8 +112,10 @@ def _gsm_symbolic(*, seed: int | None, n: int | None, split: str, difficulty: fl
         import reasoning_gym
     except ImportError as error:
         raise RuntimeError("task 'gsm_symbolic' needs reasoning-gym: pip install 'mxrl[train]'") from error
-    # Item i is drawn from seed + i, so seeds are spaced far apart lest two of them share items.
-    items = reasoning_gym.create_dataset("gsm_symbolic", seed=seed * 10_000_019, size=10**7, difficulty=difficulty)
+    try:  # item i is drawn from seed + i, so seeds are spaced far apart lest two of them share items
+        items = reasoning_gym.create_dataset("gsm_symbolic", seed=seed * 10_000_019, size=10**7, difficulty=difficulty)
+    except (AssertionError, TypeError) as error:
+        raise TaskError(f"task 'gsm_symbolic': reasoning_gym refuses difficulty={difficulty!r}; 1.0 works") from error
     found: dict[str, Problem] = {}
     for i in range(100 * n + 1000):  # one in 16 is test; repeats are rare
         if len(found) == n:
@@ -122,13 +128,13 @@ def _gsm_symbolic(*, seed: int | None, n: int | None, split: str, difficulty: fl
 
 
 def _gsm8k(*, seed: int | None, n: int | None, split: str, path: str | None = None) -> list[Problem]:
-    rows = _read(path.replace(SPLIT, split), "gsm8k") if path else _hub("gsm8k", GSM8K_HUB, split, config="main")
+    rows = _hub("gsm8k", GSM8K_HUB, split, config="main") if path is None else _read("gsm8k", path, split)
     problems = []
-    for index, row in enumerate(rows):
-        question, worked = _column(row, "gsm8k", index, "question"), _column(row, "gsm8k", index, "answer")
-        _, mark, answer = str(worked).rpartition("####")
+    for index, (place, row) in enumerate(rows):
+        question, worked = (_column(row, key, place, str, "text") for key in ("question", "answer"))
+        _, mark, answer = worked.rpartition("####")
         if not mark:
-            raise TaskError(f"task 'gsm8k': row {index}: its answer has no '####'")
+            raise TaskError(f"{place}: its answer has no '####'")
         meta = {"task": "gsm8k", "index": index, "question": question}
         problems.append(Problem(_chat(question), answer.strip().replace(",", ""), meta))
     return _take(problems, seed, n, "gsm8k", split)
@@ -136,19 +142,28 @@ def _gsm8k(*, seed: int | None, n: int | None, split: str, path: str | None = No
 
 def _dapo(*, seed: int | None, n: int | None, split: str, path: str | None = None) -> list[Problem]:
     # The hub's file repeats every problem about a hundred times, and has no test split.
-    own_files = path is not None and SPLIT in path
-    rows = _read(path.replace(SPLIT, split), "dapo-math") if path else _hub("dapo-math", DAPO_HUB, "train")
+    own_files = path is not None and SPLIT in str(path)
+    rows = _hub("dapo-math", DAPO_HUB, "train") if path is None else _read("dapo-math", path, split)
     found: dict[str, Problem] = {}
-    for index, row in enumerate(rows):
-        prompt = _column(row, "dapo-math", index, "prompt")
-        truth = _column(row, "dapo-math", index, "reward_model").get("ground_truth")
+    for index, (place, row) in enumerate(rows):
+        truth = _column(row, "reward_model", place, dict, "an object with 'ground_truth'").get("ground_truth")
         if truth is None:
-            raise TaskError(f"task 'dapo-math': row {index}: 'reward_model' has no 'ground_truth'")
-        messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+            raise TaskError(f"{place}: 'reward_model' has no 'ground_truth'")
+        messages = _messages(row, place)
         key = "\n".join(m["content"] for m in messages)
         if key not in found and (own_files or split_of(key) == split):
             found[key] = Problem(messages, str(truth), {"task": "dapo-math", "index": index})
     return _take(list(found.values()), seed, n, "dapo-math", split)
+
+
+def _messages(row: dict[str, Any], place: str) -> list[dict[str, str]]:
+    """A row's `prompt`: chat messages of a role and a content."""
+    expected = "a list of messages, each with a 'role' and a 'content' of text"
+    prompt = _column(row, "prompt", place, list, expected)
+    for message in prompt:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise TaskError(f"{place}: 'prompt' must be {expected}; one of them is {_short(message)}")
+    return [{"role": m["role"], "content": m["content"]} for m in prompt]
 
 
 def _take(problems: list[Problem], seed: int | None, n: int | None, task: str, split: str) -> list[Problem]:
@@ -159,44 +174,72 @@ def _take(problems: list[Problem], seed: int | None, n: int | None, task: str, s
     return problems[:n]
 
 
-def _column(row: dict[str, Any], task: str, index: int, key: str) -> Any:
+def _column(row: dict[str, Any], key: str, place: str, kind: type, expected: str) -> Any:
     if key not in row:
-        raise TaskError(f"task '{task}': row {index} has no column '{key}' (it has: {', '.join(row)})")
+        raise TaskError(f"{place}: no column '{key}' (it has: {', '.join(row)})")
+    if not isinstance(row[key], kind):
+        raise TaskError(f"{place}: '{key}' must be {expected}, got {_short(row[key])}")
     return row[key]
 
 
-def _read(path: str, task: str) -> list[dict[str, Any]]:
-    """Rows of a local .jsonl or .parquet file."""
-    file = Path(path)
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _read(task: str, path: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it stands, row) of each row of a local .jsonl or .parquet file."""
+    if not isinstance(path, str | Path):
+        raise TaskError(f"task '{task}': path={path!r} must be the name of a .jsonl or .parquet file")
+    path = str(path).replace(SPLIT, split)
+    file, where = Path(path), f"task '{task}': {path}"
     if not file.is_file():
         raise TaskError(f"task '{task}': no such file: {path}")
     if file.suffix == ".jsonl":
-        rows = []
-        for number, line in enumerate(file.read_text().splitlines(), 1):
+        for number, line in enumerate(file.read_bytes().splitlines(), 1):
             if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise TaskError(f"task '{task}': {path}:{number}: not JSON ({error.msg})") from error
-        return rows
-    if file.suffix == ".parquet":
+                yield f"{where}:{number}", _row(line, f"{where}:{number}")
+    elif file.suffix == ".parquet":
         try:
+            import pyarrow
             import pyarrow.parquet as parquet
         except ImportError as error:
             raise RuntimeError("reading .parquet needs pyarrow: pip install 'mxrl[train]'") from error
-        return parquet.read_table(file).to_pylist()
-    raise TaskError(f"task '{task}': {path}: expected a .jsonl or .parquet file")
+        try:
+            rows = parquet.read_table(file).to_pylist()
+        except pyarrow.ArrowInvalid as error:
+            raise TaskError(f"{where}: not a .parquet file that can be read; is it complete?") from error
+        yield from _placed(where, rows)
+    else:
+        raise TaskError(f"{where}: expected a .jsonl or .parquet file")
 
 
-def _hub(task: str, repo: str, split: str, config: str | None = None) -> Any:
+def _row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{place}: not UTF-8 text") from error
+    except ValueError as error:
+        raise TaskError(f"{place}: not JSON ({getattr(error, 'msg', error)})") from error
+    if not isinstance(row, dict):
+        raise TaskError(f"{place}: a row must be a JSON object with a value for each column, got {_short(row)}")
+    return row
+
+
+def _placed(where: str, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((f"{where}: row {index}", row) for index, row in enumerate(rows))
+
+
+def _hub(task: str, repo: str, split: str, config: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         import datasets
     except ImportError as error:
         raise RuntimeError(f"task '{task}' needs datasets: pip install 'mxrl[train]' (or give path=…)") from error
     try:
-        return datasets.load_dataset(repo, config, split=split)
+        rows: Any = datasets.load_dataset(repo, config, split=split)
     except Exception as error:  # no network, no such repository, no access: all end the same way for the user
         raise TaskError(f"task '{task}': can't load '{repo}' ({type(error).__name__}); or give path=FILE") from error
+    return _placed(f"task '{task}': {repo}", rows)
 
 
 TASKS = {

@@ -61,7 +61,7 @@ from mxrl.rl.folder import (
 from mxrl.rl.keeper import Keeper, stop_signals
 from mxrl.rl.policy import PolicyError, load_model
 from mxrl.rl.rewards import chain_answer, gsm8k_answer, text_of
-from mxrl.rl.tasks import get_task, load_task
+from mxrl.rl.tasks import check_options, get_task, load_task
 
 __all__ = ["MAY_DIFFER", "CollapsedError", "NonFiniteError", "read_rows", "run_from_cli", "train"]
 
@@ -99,6 +99,7 @@ def train(config: TrainConfig, *, resume: str = "auto") -> dict[str, Any]:
 def _run(config: TrainConfig, out: Path, checkpoint: Path | None, device: str, bf16: bool) -> dict[str, Any]:
     disable_progress_bar()  # transformers' bars, one for each file read or written
     task = get_task(config.task)
+    check_options(config.task, config.task_options)
     tokens = config.max_new_tokens or (128 if config.task == "chain" else 300)
     model, tokenizer = _load(config.model)
     held_out = _held_out(config)
