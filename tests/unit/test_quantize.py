@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from edge_cases import DTYPES, edge_cases, known_bytes
@@ -13,6 +14,7 @@ from oracles import scalar
 from oracles.agreement import check
 from oracles.bits import assert_same, oracle, rows_of
 
+import mxrl
 from mxrl import Recipe, fake_quantize, quantize
 
 MAIN = ("mxfp4", "mxfp4:ideal", "mxfp4:e8m3", "mxfp8", "nvfp4", "nvfp4:4over6", "mxfp4+mbs", "mxfp4+of")
@@ -151,6 +153,32 @@ def test_errors(call):
         call(torch.ones(2, 32, dtype=torch.int32), "mxfp4")
     with pytest.raises(ValueError, match="mxfp5"):
         call(x, "mxfp5")
+
+
+CALLS = [fake_quantize, quantize, mxrl.decompose, mxrl.error_stats, lambda x, recipe, **o: mxrl.inject(x, **o)]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("x", [np.zeros((2, 32), np.float32), [[1.0, 2.0]], None], ids=["array", "list", "None"])
+def test_what_is_no_tensor(call, x):
+    with pytest.raises(TypeError, match=rf"^\w+: expected a torch\.Tensor, got {type(x).__name__} ") as error:
+        call(x, "mxfp4")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors(call, layout):
+    with pytest.raises(TypeError, match=rf"^\w+: expected a dense tensor, got one of layout {layout}; x\.to_dense\(\)"):
+        call(torch.eye(32).to_sparse(layout=layout), "mxfp4")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dim", ["x", 1.0, None])
+def test_an_axis_that_is_no_number(call, dim):
+    with pytest.raises(TypeError, match=rf"^\w+: dim={dim!r} must be a whole number"):
+        call(torch.randn(2, 32), "mxfp4", dim=dim)
 
 
 def test_ideal_and_bf16_have_no_packed_form():

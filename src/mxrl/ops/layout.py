@@ -10,6 +10,7 @@ stay in cache, memory stays bounded, and sums are added in an order that depends
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -19,11 +20,19 @@ CHUNK = 1 << 20  # elements at a time
 
 
 def check_input(x: Tensor, dim: int, what: str) -> int:
-    """The axis as a non-negative number; one clear line for a tensor that can't be quantized."""
+    """The axis as a non-negative number; one clear line for what can't be quantized."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what}: expected a torch.Tensor, got {type(x).__name__} (torch.as_tensor makes one)")
+    if x.layout != torch.strided:
+        raise TypeError(f"{what}: expected a dense tensor, got one of layout {x.layout}; x.to_dense() is one")
     if not x.is_floating_point() or x.element_size() < 2:
         raise TypeError(f"{what}: expected a bfloat16, float16, float32 or float64 tensor, got {x.dtype}")
     if x.dim() == 0:
         raise ValueError(f"{what}: a 0-d tensor has no axis to block; give it at least one dimension")
+    try:
+        dim = operator.index(dim)
+    except TypeError:
+        raise TypeError(f"{what}: dim={dim!r} must be a whole number, the axis whose blocks share a scale") from None
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"{what}: dim={dim} is outside a tensor of {x.dim()} dimensions")
     return dim % x.dim()
