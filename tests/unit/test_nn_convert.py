@@ -103,6 +103,19 @@ def test_skip_patterns():
     assert type(model.model.layers[1].self_attn.q_proj) is nn.Linear
 
 
+def test_one_pattern_as_a_string():
+    report = mxrl.convert(tiny_model("llama"), "mxfp4", skip="*.down_proj")
+    assert len(report.converted) == 12  # six layers of each of two blocks
+    assert all(item.reason == "skipped by '*.down_proj'" for item in report.left if item.name.endswith("down_proj"))
+
+
+def test_patterns_that_leave_everything_out_are_named():
+    model = tiny_model("llama")
+    with pytest.raises(ConvertError, match=r"skip leaves out all 14 layers of Llama\w+ .*: \*\.self_attn, \*\.mlp$"):
+        mxrl.convert(model, "mxfp4+skip=*.self_attn", skip=["*.mlp"])
+    assert not list(quantized_layers(model))
+
+
 @pytest.mark.parametrize("pattern", ["*.no_such", "model.norm", "lm_head"])
 def test_a_pattern_that_leaves_nothing_out_is_an_error(pattern):
     model = tiny_model("llama")
@@ -169,6 +182,12 @@ def test_a_replaced_forward_is_an_error():
     layer = model.model.layers[0].mlp.up_proj
     layer.forward = layer.forward
     with pytest.raises(ConvertError, match=r"mlp\.up_proj\.forward was replaced"):
+        mxrl.convert(model, "mxfp4")
+
+
+@pytest.mark.parametrize("model", ["policy:dense", None])
+def test_what_is_no_model(model):
+    with pytest.raises(TypeError, match=f"convert: expected a model .*, got {type(model).__name__}; load it first"):
         mxrl.convert(model, "mxfp4")
 
 

@@ -84,22 +84,31 @@ def _starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def convert(model: nn.Module, recipe: Recipe | str, *, skip: Iterable[str] = ()) -> ConversionReport:
+def convert(model: nn.Module, recipe: Recipe | str, *, skip: str | Iterable[str] = ()) -> ConversionReport:
     """Make every linear layer and expert of `model` compute as `recipe` says; converting again switches the recipe.
 
     model: a Hugging Face model or any module tree. skip: fnmatch patterns of module names ("model.layers.0.*",
-        "*.down_proj"), besides `recipe.skip`; a pattern also takes everything below a module that it matches.
+        "*.down_proj") or one of them, besides `recipe.skip`; a pattern also takes everything below a module that it
+        matches.
     Parameters keep identity, names, values and dtypes. With `bf16` the layers compute as before, by the same code.
     Raises ConvertError, before anything is changed, for experts of an unknown class, a pattern that leaves nothing out,
-    a model with nothing to convert, and a linear layer whose forward was replaced (accelerate's device_map does).
+    a model with nothing to convert, and a linear layer whose forward was replaced (accelerate's device_map does);
+    TypeError for what is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert: expected a model (a torch.nn.Module), got {type(model).__name__}; load it first")
     recipe = Recipe.parse(recipe)
-    patterns = (*recipe.skip, *skip)
+    patterns = (*recipe.skip, *((skip,) if isinstance(skip, str) else skip))
     for layer in quantized_layers(model):
         if layer.holds or any(map(layer.shared, layer.weights)):
             block = "rollout_weights" if layer.holds else "shared_weights"
             raise ConvertError(f"convert: the model is inside {block}; leave that block first")
     plan, left, skipped = _plan(model, patterns)
+    if not plan and skipped:
+        raise ConvertError(
+            f"convert: skip leaves out all {len(skipped)} layers of {type(model).__name__} that would be converted; "
+            f"its patterns: {', '.join(patterns)}"
+        )
     if not plan:
         kinds = sorted({type(m).__name__ for m in model.modules() if any(True for _ in m.parameters(recurse=False))})
         raise ConvertError(f"convert: {type(model).__name__} has no linear layer to convert, only {', '.join(kinds)}")
