@@ -68,6 +68,7 @@ def test_what_a_probe_needs_is_said(folder: Path) -> None:
     ("task", "options", "error", "match"),
     [
         (None, {}, ProbeError, "say what to ask it"),
+        ("chain", {"prompts": 0}, ProbeError, "^prompts=0 must be at least 1$"),
         ("chains", {}, TaskError, "unknown task 'chains'"),
         ("chain:file", {}, TaskError, "takes no file, got 'file'"),
         ("chain", {"max_new_tokens": 600}, ProbeError, r"the 512 positions of .*tiny; --max-new-tokens \d+ is"),

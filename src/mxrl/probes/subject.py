@@ -165,9 +165,12 @@ def open_subject(
     name: a Hugging Face folder, a hub id, policy:dense, policy:moe. task: one of mxrl.rl.tasks, as `chain`, or
         `gsm8k:FILE`; shipped policies take `chain` by default. dtype: bfloat16 on a GPU and float32 on a CPU unless
         given. max_new_tokens: 300, for chain as many as the longest careful solution takes.
-    Raises PolicyError, TaskError, OptionError, ConvertError; ProbeError for prompts longer than the model's context or
-    a missing task; NonFiniteError naming the first layer whose output isn't finite; ValueError as `load_model`.
+    Raises PolicyError, TaskError, OptionError, ConvertError; ProbeError for no prompts, prompts longer than the model's
+    context or a missing task; NonFiniteError naming the first layer whose output isn't finite; ValueError as
+    `load_model`.
     """
+    if prompts < 1:
+        raise ProbeError(f"prompts={prompts} must be at least 1")
     if task is None:
         if not name.startswith(POLICY_PREFIX):
             raise ProbeError(f"{name}: say what to ask it: --task gsm8k:FILE, --task gsm_symbolic, --task chain, …")
