@@ -196,9 +196,14 @@ def test_biased_sampling_is_refused(tmp_path, setting):
 
 @pytest.mark.parametrize(
     "setting, words",
-    [({"use_vllm": True}, "use_vllm"), ({"rollout_func": print}, "rollout_func"), ({"score": "cached"}, "forward")],
+    [
+        ({"use_vllm": True}, "use_vllm"),
+        ({"rollout_func": print}, "rollout_func"),
+        ({"score": "cached"}, "forward"),
+        ({"rollout_batch_size": -3}, "rollout_batch_size=-3 must be at least 1"),
+    ],
 )
-def test_what_would_bypass_the_quantized_rollout_is_refused(tmp_path, setting, words):
+def test_a_rollout_that_is_not_ours_or_can_not_be_is_refused(tmp_path, setting, words):
     with pytest.raises(UnsupportedError, match=words):
         tiny_trainer(tmp_path, **setting)
 

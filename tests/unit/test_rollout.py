@@ -147,7 +147,7 @@ def test_biased_sampling_is_refused_in_one_line(name, value):
     refuse_biased_sampling({"top_p": 1.0, "top_k": 0, "min_p": None, "temperature": 0.7})
 
 
-@pytest.mark.parametrize("options", [{"prompts": []}, {"prompts": [[1], []]}, {"temperature": 0.0}])
+@pytest.mark.parametrize("options", [{"prompts": []}, {"prompts": [[1], []]}, {"temperature": 0.0}, {"batch_size": -3}])
 def test_calls_that_make_no_sense(model, options):
     with pytest.raises(ValueError, match="sample:"):
         draw(model, **options)

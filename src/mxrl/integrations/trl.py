@@ -126,6 +126,8 @@ class GRPOTrainer(ShardedTrainer):
         check_version()
         if score not in SCORES:
             raise UnsupportedError(f"GRPOTrainer score='{score}': possible are {' and '.join(SCORES)}")
+        if rollout_batch_size is not None and rollout_batch_size < 1:
+            raise UnsupportedError(f"GRPOTrainer rollout_batch_size={rollout_batch_size} must be at least 1")
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = GRPOConfig(f"{name.split('/')[-1]}-GRPO")

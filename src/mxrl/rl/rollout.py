@@ -198,9 +198,9 @@ def sample(
     engine: "slots" is ours (rl/engine.py): static cache, CUDA graphs, an ended row's place is given to the next prompt.
         "generate" is transformers' own loop, batch_size prompts after batch_size prompts, for models that ours does
         not decode (sliding windows, for one). "auto": ours where it can.
-    Raises ValueError on no prompts, an empty prompt, a temperature that isn't positive, no room for new tokens, or a
-    negative row; EngineError for engine="slots" where it can't, and for a model that FSDP2 has sharded or that has no
-    weights (a `Replica`'s, outside `filled`).
+    Raises ValueError on no prompts, an empty prompt, a temperature that isn't positive, no room for new tokens, a
+    batch_size below 1 or a negative row; EngineError for engine="slots" where it can't, and for a model that FSDP2 has
+    sharded or that has no weights (a `Replica`'s, outside `filled`).
     """
     if not prompts or not all(prompts):
         raise ValueError("sample: every prompt needs at least one token, and there must be a prompt")
@@ -208,6 +208,8 @@ def sample(
         raise ValueError(f"sample: temperature={temperature} must be positive; use greedy=True for the argmax")
     if max_new_tokens < 1:
         raise ValueError(f"sample: max_new_tokens={max_new_tokens} must be at least 1")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"sample: batch_size={batch_size} must be at least 1")
     if first_row < 0:
         raise ValueError(f"sample: first_row={first_row} must be at least 0")
     eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
