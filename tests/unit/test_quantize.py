@@ -142,6 +142,27 @@ def test_dequantize_into_another_dtype():
     assert quantize(torch.full((32,), 3e38), "mxfp4").dequantize(torch.float16).isfinite().all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("mode", ["mbs", "mbs:search16+of", "mbs:joint"])
+@pytest.mark.parametrize("width", [1, 32, 100, 150])
+def test_a_macro_block_longer_than_the_row_is_the_row(backend, mode, width):
+    x = torch.randn(5, width)
+    x[2, width // 2] = math.inf
+    longest = Recipe.parse(f"mxfp4+{mode}+macro={1 << 20}")  # padded to it, a row would take 4 MB
+    fitting = Recipe.parse(f"mxfp4+{mode}+macro={-(-width // 32) * 32}")
+    values = fake_quantize(x, longest, backend=backend)
+    assert_same(values, fake_quantize(x, fitting, backend=backend))
+    packed, other = quantize(x, longest, backend=backend), quantize(x, fitting, backend=backend)
+    assert_same(packed.dequantize(backend=backend), values)
+    for a, b in ((packed.codes, other.codes), (packed.scales, other.scales)):
+        assert torch.equal(a, b)
+    assert packed.macro_mantissas is not None and torch.equal(packed.macro_mantissas, other.macro_mantissas)
+    stats = [mxrl.error_stats(x, recipe, backend=backend) for recipe in (longest, fitting)]
+    assert stats[0] == stats[1]  # the sums too: nothing is added in another order
+    injected = [mxrl.inject(x, ("scale",), recipe=recipe, backend=backend) for recipe in (longest, fitting)]
+    assert_same(*injected)
+
+
 @pytest.mark.parametrize("call", [fake_quantize, quantize])
 def test_errors(call):
     x = torch.randn(2, 32)

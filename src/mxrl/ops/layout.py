@@ -12,9 +12,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+
+from mxrl.recipes import Recipe
 
 CHUNK = 1 << 20  # elements at a time
 
@@ -47,6 +50,12 @@ def as_abk(x: Tensor, dim: int) -> Tensor:
 def is_view_of(view: Tensor, x: Tensor) -> bool:
     """Whether writing to `view`, as `as_abk` made it, writes to `x`."""
     return view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() or x.numel() == 0
+
+
+def fitted(recipe: Recipe, k: int) -> Recipe:
+    """`recipe` with macro-blocks no longer than a row of K: the same bits, since the rest of them would be padding."""
+    row = 32 * max(1, -(-k // 32))
+    return replace(recipe, macro=row) if recipe.mbs and recipe.macro > row else recipe
 
 
 def row_chunks(x_ABK: Tensor) -> Iterator[tuple[int, int, Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mxrl.corrections import of_blend
 from mxrl.elements import decode, encode
-from mxrl.ops.layout import row_chunks, write_rows
+from mxrl.ops.layout import fitted, row_chunks, write_rows
 from mxrl.ops.qdq import Pass, dequantize_pass, format_of, passes, to_blocks
 from mxrl.recipes import Recipe
 from mxrl.scaling import scale_from_code
@@ -32,6 +32,7 @@ class PackedPass(NamedTuple):
 
 def pack(x_ABK: Tensor, recipe: Recipe, tensor_scale: Tensor | None) -> list[PackedPass]:
     a, b, k_axis = x_ABK.shape
+    recipe = fitted(recipe, k_axis)
     largest = torch.finfo(x_ABK.dtype).max
     rows = x_ABK if a * b else x_ABK.new_zeros(1, 1, k_axis)
     parts = [
@@ -74,6 +75,7 @@ def unpack(
     own = torch.finfo(dtype).max
     largest = min(torch.finfo(out_ABK.dtype).max, own)
     k_axis = out_ABK.shape[-1]
+    recipe = fitted(recipe, k_axis)
     work = torch.float64 if dtype == torch.float64 else torch.float32
     for begin, end, _ in row_chunks(out_ABK):
         chunk = [PackedPass(*(None if t is None else t[begin:end] for t in p)) for p in packed]  # type: ignore[arg-type]

@@ -44,6 +44,7 @@ from mxrl.ops.lane_memory_cpu import (
     write_int,
 )
 from mxrl.ops.lanes_cpu import inlined, kernel
+from mxrl.ops.layout import fitted
 from mxrl.ops.memory_cpu import DTYPES, INF, MAGNITUDE, F, size_of, store, store_part
 from mxrl.ops.pack import PackedPass
 from mxrl.ops.passes_cpu import E8M, NAN_BITS, Spec, paths_of, pow2_of_code, spec_of, unsupported
@@ -165,8 +166,8 @@ def _sizes(p: PackedPass) -> tuple[int, int, int, int]:
 
 def pack(x_ABK: Tensor, recipe: Recipe, tensor_scale: Tensor | None) -> list[PackedPass]:
     """Codes, scales and mantissas of one pass, or of two with OF; see ops/pack.py."""
-    spec, dtype = spec_of(recipe, x_ABK.dtype), DTYPES[x_ABK.dtype]
     a, b, k = x_ABK.shape
+    spec, dtype = spec_of(fitted(recipe, k), x_ABK.dtype), DTYPES[x_ABK.dtype]
     packed = [_empty_pass(a * b, k, recipe, spec) for _ in range(2 if spec.corrected else 1)]
     scale = 1.0 if tensor_scale is None else float(tensor_scale)
     addresses, sizes = [_addresses(p) for p in packed], _sizes(packed[0])

@@ -25,7 +25,7 @@ from mxrl.corrections import (
     prescale,
 )
 from mxrl.formats import BlockFormat
-from mxrl.ops.layout import row_chunks, write_rows
+from mxrl.ops.layout import fitted, row_chunks, write_rows
 from mxrl.recipes import Recipe
 from mxrl.scaling import BlockScale, block_scale, from_grid, pow2, to_grid
 
@@ -181,6 +181,7 @@ def passes(x: Tensor, recipe: Recipe, largest: float, tensor_scale: Tensor | Non
 
 def qdq_rows(rows: Tensor, recipe: Recipe, tensor_scale: Tensor | None = None) -> Tensor:
     """Rows [R, K] -> their quantized values [R, K], same dtype."""
+    recipe = fitted(recipe, rows.shape[-1])
     _, value = passes(to_blocks(rows, recipe), recipe, torch.finfo(rows.dtype).max, tensor_scale)
     return value.flatten(1)[:, : rows.shape[-1]].to(rows.dtype)
 

@@ -15,6 +15,7 @@ from mxrl.ops.groups_cpu import KEEP_NOTHING, load_group, quantized_group, room_
 from mxrl.ops.lane_functions_cpu import amax, high_half, low_half, with_sign
 from mxrl.ops.lane_memory_cpu import fence, load_f32
 from mxrl.ops.lanes_cpu import kernel
+from mxrl.ops.layout import fitted
 from mxrl.ops.memory_cpu import DTYPES, INF, F, load, load_part, size_of, store, store_part
 from mxrl.ops.noise_cpu import add_noise
 from mxrl.ops.passes_cpu import POW2, Spec, paths_of, quantize_pow2, spec_of, unsupported
@@ -97,8 +98,8 @@ def cost_of(spec: Spec) -> int:
 
 def qdq(x_ABK: Tensor, recipe: Recipe, out_ABK: Tensor, tensor_scale: Tensor | None) -> None:
     """out = Q(x), rounded once to their dtype; out may be x, or have other strides."""
-    spec, dtype = spec_of(recipe, x_ABK.dtype), DTYPES[x_ABK.dtype]
     a, b, k = x_ABK.shape
+    spec, dtype = spec_of(fitted(recipe, k), x_ABK.dtype), DTYPES[x_ABK.dtype]
     if x_ABK.numel() == 0:
         return
     plain = spec.rule == POW2 and not spec.mbs and not spec.corrected

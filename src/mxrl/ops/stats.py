@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxrl.ops.layout import row_chunks
+from mxrl.ops.layout import fitted, row_chunks
 from mxrl.ops.qdq import format_of, passes, to_blocks
 from mxrl.recipes import Recipe
 from mxrl.scaling import block_scale, divide, from_grid, to_grid
@@ -48,7 +48,7 @@ def chunks(
     x_ABK: Tensor, recipe: Recipe, foreign_ABK: Tensor | None, tensor_scale: Tensor | None
 ) -> Iterator[tuple[int, int, Chunk]]:
     """(first row, end row, chunk). recipe: gives Q, Q* and D; foreign: stands in for Q(x), then there is no delta."""
-    fmt = format_of(recipe)
+    fmt, recipe = format_of(recipe), fitted(recipe, x_ABK.shape[-1])
     largest = torch.finfo(x_ABK.dtype).max
     others = row_chunks(foreign_ABK) if foreign_ABK is not None else None
     for begin, end, rows in row_chunks(x_ABK):

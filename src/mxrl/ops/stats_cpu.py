@@ -54,6 +54,7 @@ from mxrl.ops.lane_memory_cpu import (
     write_int64,
 )
 from mxrl.ops.lanes_cpu import inlined, kernel
+from mxrl.ops.layout import fitted
 from mxrl.ops.memory_cpu import DTYPES, INF, F, size_of
 from mxrl.ops.noise_cpu import LN2, log_parts
 from mxrl.ops.passes_cpu import IDEAL, paths_of, spec_of, unsupported
@@ -268,8 +269,8 @@ def stats_rows(
 
 def stats(x_ABK: Tensor, recipe: Recipe, foreign_ABK: Tensor | None, tensor_scale: Tensor | None) -> dict[str, Any]:
     """The fields of `mxrl.ErrorStats`, by name. foreign_ABK: float32, or None for Q(x)."""
-    spec, dtype = spec_of(recipe, x_ABK.dtype), DTYPES[x_ABK.dtype]
     a, b, k = x_ABK.shape
+    spec, dtype = spec_of(fitted(recipe, k), x_ABK.dtype), DTYPES[x_ABK.dtype]
     tensor = 1.0 if tensor_scale is None else float(tensor_scale)
 
     def work(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
