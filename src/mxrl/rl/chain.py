@@ -77,8 +77,8 @@ class Difficulty:
 
     def __post_init__(self) -> None:
         for name, low, high, ends in (("numbers", 2, MOST_NUMBERS, self.numbers), ("digits", 1, 4, self.digits)):
-            whole = isinstance(ends, tuple) and len(ends) == 2 and all(type(end) is int for end in ends)
-            if not whole or not low <= ends[0] <= ends[1] <= high:
+            pair = isinstance(ends, tuple | list) and len(ends) == 2 and all(type(end) is int for end in ends)
+            if not pair or not low <= ends[0] <= ends[1] <= high:
                 given = list(ends) if isinstance(ends, tuple) else ends
                 raise ValueError(
                     f"chain: {name}={given!r} must be [min, max], whole numbers with {low} <= min <= max <= {high}"

@@ -95,7 +95,6 @@ def _sized(name: str, seed: int | None, n: int | None) -> tuple[int, int]:
 
 def _chain(*, seed: int | None, n: int | None, split: str, **options: Any) -> list[Problem]:
     seed, n = _sized("chain", seed, n)
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:
         return chain_problems(seed=seed, n=n, split=split, difficulty=Difficulty(**options))
     except ValueError as error:
