@@ -403,6 +403,8 @@ def test_unsupported() -> None:
     assert unsupported(Recipe(), torch.bfloat16) is None
     assert "float64" in (unsupported(Recipe(), torch.float64) or "")
     assert "96" in (unsupported(Recipe(mbs="align", macro=96), torch.float32) or "")
+    assert "8192" in (unsupported(Recipe(mbs="align", macro=8192), torch.float32) or "")
+    assert unsupported(Recipe(mbs="align", macro=4096), torch.float32) is None
     assert unsupported(Recipe(macro=96), torch.float32) is None  # without MBS there are no macro-blocks
     x = torch.zeros(1, 1, 32, dtype=torch.float64, device=DEVICE)
     with pytest.raises(ValueError, match="float64"):

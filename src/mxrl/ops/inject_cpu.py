@@ -30,6 +30,7 @@ from mxrl.ops.lane_functions_cpu import (
 )
 from mxrl.ops.lane_memory_cpu import load_f32, read_int
 from mxrl.ops.lanes_cpu import inlined, kernel
+from mxrl.ops.layout import fitted
 from mxrl.ops.memory_cpu import DTYPES, INF, F, size_of, store, store_part
 from mxrl.ops.passes_cpu import NAN_BITS, paths_of, spec_of, unsupported
 from mxrl.ops.qdq_cpu import cost_of
@@ -95,8 +96,8 @@ def inject(
     x_ABK: Tensor, recipe: Recipe, chosen: Collection[str], out_ABK: Tensor, tensor_scale: Tensor | None
 ) -> None:
     """out = x + the components in `chosen` of recipe's error; out may be x."""
-    spec, dtype = spec_of(recipe, x_ABK.dtype), DTYPES[x_ABK.dtype]
     a, b, k = x_ABK.shape
+    spec, dtype = spec_of(fitted(recipe, k), x_ABK.dtype), DTYPES[x_ABK.dtype]
     wanted = tuple(name in chosen for name in ("scale", "deadzone", "grid"))
     tensor = 1.0 if tensor_scale is None else float(tensor_scale)
 

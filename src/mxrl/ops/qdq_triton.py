@@ -30,6 +30,7 @@ from mxrl.ops.tiles_triton import element_offsets, load_tile, locate, store_tile
 from mxrl.recipes import Recipe
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LONGEST = 4096  # elements of a macro-block: the largest tile of a configuration
 
 
 class Config(NamedTuple):
@@ -71,6 +72,8 @@ def unsupported(recipe: Recipe, dtype: torch.dtype) -> str | None:
         return f"no Triton kernel for {dtype}"
     if recipe.mbs and recipe.macro & (recipe.macro - 1):
         return f"the Triton kernels need a macro size that is a power of two, not {recipe.macro}"
+    if recipe.mbs and recipe.macro > LONGEST:
+        return f"the Triton kernels hold a macro-block in registers, {LONGEST} elements at most, not {recipe.macro}"
     return None
 
 

@@ -148,7 +148,7 @@ def load_model(name: str, *, dtype: torch.dtype | str = "auto") -> tuple[Any, An
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
     except SafetensorError as error:
         broken = (broken_weights(where) or [name])[0]
-        raise PolicyError(f"{broken} is cut or damaged ({error}); copy or download it again") from error
+        raise ValueError(f"{broken} is cut or damaged ({error}); copy or download it again") from error
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"model '{name}': can't be loaded as a causal language model ({reason})") from error
