@@ -140,6 +140,22 @@ def columns_of(recipes: Sequence[str], baselines: Sequence[str] = BASELINES) -> 
     return tuple(dict.fromkeys((PLAIN, *parse_recipes(recipes), *parse_recipes(baselines))))
 
 
+def samples_of(checkpoint: Checkpoint, extra: Sequence[str]) -> dict[str, str]:
+    """The columns of recipes for which a sample is enough."""
+    every = every_of(checkpoint.numel)
+    return {recipe: column_of(recipe, every) for recipe in parse_recipes(extra)}
+
+
+def wanted_of(
+    checkpoint: Checkpoint,
+    recipes: Sequence[str],
+    baselines: Sequence[str] = BASELINES,
+    extra: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Every column that a scan measures."""
+    return tuple(dict.fromkeys((*columns_of(recipes, baselines), *samples_of(checkpoint, extra).values())))
+
+
 def scan(
     checkpoint: Checkpoint,
     recipes: Sequence[str] = (PLAIN,),
@@ -176,11 +192,9 @@ def scan(
     started = time.monotonic()
     asked, others = parse_recipes(recipes), parse_recipes(baselines)
     columns = columns_of(recipes, baselines)
-    every = every_of(checkpoint.numel)
-    sampled = {recipe: column_of(recipe, every) for recipe in parse_recipes(extra)}
-    wanted = tuple(dict.fromkeys((*columns, *sampled.values())))
+    sampled, wanted = samples_of(checkpoint, extra), wanted_of(checkpoint, recipes, baselines, extra)
     ledger = Ledger(checkpoint, wanted, journal.found if journal else None, moments=moments)
-    shape = Shape(("cpu",), 1, 1) if cluster else shape_of(checkpoint, columns, jobs=jobs, memory=memory, device=device)
+    shape = Shape(("cpu",), 1, 1) if cluster else shape_of(checkpoint, wanted, jobs=jobs, memory=memory, device=device)
     tell = _teller(ledger, progress)
     ordered = _Ordered(ledger, columns, sampled, moments, finished)
     ordered.collect()
@@ -206,7 +220,7 @@ def scan(
         skipped.append(Skipped(weight, found))
     devices = ", ".join(dict.fromkeys(shape.devices))
     seconds = time.monotonic() - started
-    done = tuple(ordered.found)
+    done, every = tuple(ordered.found), every_of(checkpoint.numel)
     return Scan(checkpoint, asked, others, done, tuple(skipped), seconds, devices, tuple(sampled), every)
 
 

@@ -331,15 +331,15 @@ class Ledger:
     def share(self, index: int, task: Task | None = None) -> float:
         """Which part of a weight's work a task is, in [0, 1]; without one: which part is done."""
         weight = self.checkpoint.weights[index]
-        places = [(task.start, task.stop, _cost(task.columns))] if task else [
-            (start, stop, _cost(self._known((name, start, stop)).stats)) for name, start, stop in self._places(weight)
+        places = [(task.start, task.stop, cost(task.columns))] if task else [
+            (start, stop, cost(self._known((name, start, stop)).stats)) for name, start, stop in self._places(weight)
         ]  # fmt: skip
         rows = ranges(weight.shape, weight.dim)[-1][1]
         if not rows:
             return float(any(columns for *_, columns in places))
-        return sum((stop - start) * columns for start, stop, columns in places) / (rows * _cost(self.columns))
+        return sum((stop - start) * columns for start, stop, columns in places) / (rows * cost(self.columns))
 
 
-def _cost(columns: Iterable[str]) -> float:
+def cost(columns: Iterable[str]) -> float:
     """What columns take, in passes over all rows."""
     return sum(1 / split(c)[1] for c in columns)

@@ -34,11 +34,12 @@ import torch
 
 from mxrl.checkpoint import Checkpoint
 from mxrl.scan_lane import Lane
-from mxrl.scan_tasks import Result, Task, mapped, ranges, width
+from mxrl.scan_tasks import Result, Task, cost, mapped, ranges, width
 
 MEMORY = 2_000_000_000
 # Bytes that processes took for themselves (torch 2.13, numba 0.68), rounded up:
-_MAIN = 350_000_000  # the first one: 180 MB with torch, the journal and the page, 320 MB where numba compiles too
+_MAIN = 350_000_000  # the first one: 180 MB with torch, the journal and the page, 320 MB where numba compiles too …
+_RESULT = 2_200  # … and for each range and column, whose statistics it keeps
 _WORKER = 300_000_000  # a worker besides its buffers: 200 MB, 290 MB where numba compiles
 _DECODER = 200_000_000  # temporaries of whoever decodes what isn't stored as floats
 _REFERENCE = 400_000_000  # temporaries of the torch reference, which serves float64
@@ -111,7 +112,8 @@ def devices_of(device: str, *, small: bool = False) -> tuple[str, ...]:
 def shape_of(
     checkpoint: Checkpoint, columns: Sequence[str], *, jobs: int | None, memory: int = MEMORY, device: str = "auto"
 ) -> Shape:
-    """How to scan `checkpoint`. jobs: cores to use, each a process where memory allows (1: this process alone).
+    """How to scan `checkpoint`. columns: all that are measured (scan.wanted_of), whose results are kept. jobs: cores to
+    use, each a process where memory allows (1: this process alone).
 
     None: every core, or this process alone for so little work that processes would only delay it. On GPUs: a process
     for each where memory allows, or this one for one. Raises OptionError where not even one fits into `memory`, and
@@ -122,30 +124,34 @@ def shape_of(
         raise OptionError(f"jobs={jobs}: one process is the least")
     if jobs is not None and jobs > _JOBS * cores:
         raise OptionError(f"jobs={jobs}: {_JOBS * cores} is the most here, {_JOBS} for each of {cores} cores")
-    small = jobs is None and checkpoint.numel * len(columns) < _SMALL
+    small = jobs is None and checkpoint.numel * cost(columns) < _SMALL
     devices = devices_of(device, small=small)
     rows, decoded, extra = _rows(checkpoint)
+    main = _MAIN + _RESULT * len(columns) * sum(len(ranges(w.shape, w.dim)) for w in checkpoint.weights)
     if devices[0] != "cpu":
-        return _gpus(devices, cores, memory, extra, max(rows + decoded, 1))
+        return _gpus(devices, cores, memory, main, extra, max(rows + decoded, 1))
     one = extra + 2 * decoded  # the rows that are read ahead, and those that are worked on
-    if memory < _MAIN + one:
-        raise _too_little(memory, _MAIN + one)
+    if memory < main + one:
+        raise _too_little(memory, main + one)
     if small:
         return Shape(devices, 0, 1)
     jobs = jobs or cores
-    workers = max(1, min(jobs, (memory - _MAIN) // (_WORKER + one)))
+    workers = max(1, min(jobs, (memory - main) // (_WORKER + one)))
     return Shape(devices * workers, max(1, jobs // workers), 1)
 
 
-def _gpus(devices: tuple[str, ...], cores: int, memory: int, extra: int, each: int) -> Shape:
-    """As many GPUs, then readers, as fit. extra: of a lane, each: of a reader; with several GPUs a lane is here too."""
+def _gpus(devices: tuple[str, ...], cores: int, memory: int, main: int, extra: int, each: int) -> Shape:
+    """As many GPUs, then readers, as fit. main: of this process, extra: of a lane, each: of a reader.
+
+    With several GPUs a lane is here too.
+    """
     for count in range(len(devices), 0, -1):
         workers = count if count > 1 else 0
-        fixed = _MAIN + workers * _WORKER
+        fixed = main + workers * _WORKER
         readers = min(_READERS, max(2, cores // count - 1), ((memory - fixed) // (workers + 1) - extra) // each)
         if readers > 0:
             return Shape(devices[:count], 1, readers)
-    raise _too_little(memory, _MAIN + extra + each)
+    raise _too_little(memory, main + extra + each)
 
 
 def _rows(checkpoint: Checkpoint) -> tuple[int, int, int]:

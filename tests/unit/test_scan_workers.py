@@ -317,6 +317,10 @@ def test_memory_decides_how_many_processes(checkpoint: Checkpoint, monkeypatch: 
     assert shape(20e9, jobs=2, c=checkpoint) == (2, 1)
     with pytest.raises(ValueError, match=r"memory=0.2GB is too little here, which takes up to 0.35GB"):
         shape(2e8)
+    small = dataclasses.replace(checkpoint, weights=(checkpoint.weights[0],) * 100_000)  # their results: 440 MB
+    assert shape(2e9, c=small) == (4, 3)
+    with pytest.raises(ValueError, match=r"memory=0.5GB is too little here, which takes up to 0.79GB"):
+        shape(5e8, c=small)
     assert shape(20e9, jobs=48) == (48, 1)
     with pytest.raises(ValueError, match="jobs=0"):
         shape(2e9, jobs=0)

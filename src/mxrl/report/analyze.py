@@ -20,7 +20,7 @@ from mxrl.report.files import staged
 from mxrl.report.folder import Rows
 from mxrl.report.page import percent
 from mxrl.report.summary import rows_of, summary
-from mxrl.scan import PLAIN, Step, columns_of, parse_recipes, scan
+from mxrl.scan import PLAIN, Step, parse_recipes, scan, wanted_of
 from mxrl.scan_hashes import Hashes
 from mxrl.scan_journal import Journal
 from mxrl.scan_workers import MEMORY, devices_of, shape_of
@@ -83,7 +83,7 @@ def analyze(
     devices = devices_of(device)
     check_budget(bits)
     checkpoint = open_checkpoint(model)
-    shape = shape_of(checkpoint, columns_of(recipes), jobs=jobs, memory=memory, device=device)
+    shape = shape_of(checkpoint, wanted_of(checkpoint, recipes, extra=EXTRA), jobs=jobs, memory=memory, device=device)
     kind = "cpu" if cluster else shape.devices[0].partition(":")[0]
     if kind == "cuda" and len(shape.devices) < len(devices):
         fits = f"{len(shape.devices)} of {len(devices)} GPUs are used"
