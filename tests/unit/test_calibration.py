@@ -28,9 +28,8 @@ class Tokens:
     eos_token_id = 2
     chat_template = None
 
-    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        assert add_special_tokens is False
-        return {"input_ids": [[int(t) for t in text.split()] for text in texts]}
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
 
 
 def problems(*lengths: int) -> list[Problem]:
