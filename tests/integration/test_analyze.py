@@ -417,7 +417,7 @@ def test_interrupted_in_the_middle(
 @pytest.mark.parametrize("options", [["--jobs", "1"], ["--jobs", "2"]])
 def test_ctrl_c_of_a_real_process(tmp_path: Path, options: list[str], number: signal.Signals) -> None:
     """SIGINT or SIGTERM while it scans: one line, exit code 130, the journal and no other file."""
-    save_file({f"layers.{i}.q_proj.weight": torch.randn(1024, 4096) for i in range(8)}, tmp_path / "big.safetensors")
+    save_file({f"layers.{i}.q_proj.weight": torch.randn(256, 4096) for i in range(16)}, tmp_path / "big.safetensors")
     command = [sys.executable, "-m", "mxrl", "analyze", str(tmp_path / "big.safetensors"), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MXRL_BACKEND": "reference"}  # slow enough
     process = subprocess.Popen(
