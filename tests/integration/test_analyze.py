@@ -186,7 +186,7 @@ def test_the_page_of_its_folder_is_rebuilt_the_same(
 
 
 def test_what_a_killed_run_left_behind_goes_away(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "out" / ".out.x1y2.tmp").mkdir(parents=True)
+    (tmp_path / "out" / ".out.x1y2_3z4.tmp").mkdir(parents=True)
     (tmp_path / "out" / "mine.tmp").mkdir()
     assert main(["analyze", str(model), "--out", str(tmp_path / "out")]) == 0
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [NAME, "mine.tmp", *FILES]

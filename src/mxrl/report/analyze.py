@@ -8,7 +8,6 @@ Besides the recipes asked for and the baselines, which see every element, those 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,8 +88,6 @@ def analyze(
         fits = f"{len(shape.devices)} of {len(devices)} GPUs are used"
         progress.note(f"{fits}: --memory {memory / 1e9:g}GB of the host's memory has no room for more processes")
     journal = Journal(out, checkpoint, kind, fresh=not resume)
-    for left in out.glob(f".{out.name}.*.tmp"):  # by a run that was killed: the journal is held by one run at a time
-        shutil.rmtree(left, ignore_errors=True)
     try:
         with (
             staged(out) as temporary,
